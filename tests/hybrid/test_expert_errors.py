@@ -151,23 +151,6 @@ def test_optimizers_of_whole_matrices_are_refused():
     expect_on_ranks(ConfigError, message, with_whole_matrices, 2)
 
 
-def with_adapters():
-    import peft
-
-    model = make("qwen3_moe", dtype=torch.float32)
-    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
-    names = ["mlp.experts.gate_up_proj"]
-    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=names)
-    model = booster.enable_lora(model, lora_config=config)
-    booster.boost(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
-
-
-def test_adapters_of_experts_are_refused():
-    pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
-    message = r"The experts 'model.layers.0.mlp.experts' have adapters, which `ep_size=2` can't spread.*`ep_size=1`"
-    expect_on_ranks(ConfigError, message, with_adapters, 2)
-
-
 def with_other_microbatches():
     model = make("qwen3_moe")
     plugin = HybridParallelPlugin(ep_size=2, pp_size=2, microbatch_size=1)

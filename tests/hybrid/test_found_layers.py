@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, train_boosted
+from cases import Case, Setting, assert_equals_one_process
 from matrix import matrix
 from model_zoo.transformers_build import from_config
 from torch import nn
@@ -15,7 +15,6 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.find_layers import find_layers
-from booster_testing import expect_on_ranks
 from booster_testing.compare import Tolerance, tolerance_for
 
 _SIZES = {
@@ -351,31 +350,19 @@ def split_sequences(mode):
     return Setting(HybridParallelPlugin, options)
 
 
-WITHOUT_SPLIT = {
-    "gpt_neo": "changes what GPTNeoForCausalLM computes: on a part of a sequence it fails with RuntimeError",
-    "mamba": "'MambaBlock' of MambaForCausalLM does not call its attention",
-}
-"""Families whose layers see other positions in ways of their own."""
-SPLIT = [name for name in FAMILIES if name not in WITHOUT_SPLIT]
-SPLIT_DEFAULT = (("bart", "all_to_all"), ("llama4", "ring_attn"))
+SPLIT_DEFAULT = (("bart", "all_to_all"), ("llama4", "ring_attn"), ("gpt_neo", "all_to_all"), ("mamba", "ring_attn"))
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
         pytest.param(name, mode, marks=[] if (name, mode) in SPLIT_DEFAULT else [pytest.mark.slow])
-        for name in SPLIT
+        for name in FAMILIES
         for mode in ("all_to_all", "ring_attn")
     ],
 )
 def test_sequences_of_families_without_a_policy_train_as_one_process(name, mode):
     assert_equals_one_process(replace(family_case(name), **BY_ELEMENTS), split_sequences(mode))
-
-
-@pytest.mark.parametrize("name", WITHOUT_SPLIT)
-def test_layers_that_see_other_positions_in_their_own_way_are_refused(name):
-    setting = split_sequences("all_to_all")
-    expect_on_ranks(ConfigError, WITHOUT_SPLIT[name], train_boosted, 2, family_case(name), setting)
 
 
 class Branches(nn.Module):

@@ -65,6 +65,18 @@ def test_outputs_are_joined_along_the_dimension_of_samples():
     assert [len(each) for each in join_outputs(uneven, [2, 2], {"['memory']": 1})["memory"]] == [3, 5]
 
 
+def test_outputs_about_the_images_of_some_samples_are_joined():
+    whole = torch.arange(24.0).view(12, 2)
+    shown = [{"logits": torch.ones(2, 3), "patches": part, "each": [*part.split(3)]} for part in whole.split(6)]
+    joined = join_outputs(shown, [2, 2], {"['logits']": 0, "['patches']": 0})
+    assert torch.equal(joined["patches"], whole)
+    assert torch.equal(torch.cat(joined["each"]), whole)
+    mixed = join_outputs([{"logits": torch.zeros(2, 3)}, shown[1]], [2, 2], {"['logits']": 0})
+    assert [*mixed] == ["logits", "patches", "each"]
+    assert torch.equal(mixed["patches"], whole[6:])
+    assert mixed["logits"].shape == (4, 3)
+
+
 def test_outputs_whose_samples_may_be_along_another_dimension_are_refused():
     with pytest.raises(ConfigError, match=r"which dimension of an output of shape \(3, 2, 5\) stands for samples"):
         join_outputs([torch.ones(3, 2, 5)] * 2, [2, 2])

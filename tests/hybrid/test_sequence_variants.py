@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
 from cases import Setting, assert_equals_one_process, zoo_case
 from isolated_libraries import import_quietly
+from log_records import Records
 from matrix import matrix, named
 from model_zoo import get_model
 from t5_sequences import run_or_refused
@@ -49,6 +51,15 @@ BART = {
     "dropout": 0.0,
     "use_cache": False,
 }
+LINEAR = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_only_layers": [0, 1],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 VARIANTS = {
     "window": ("Mistral", "ForCausalLM", {**SMALL, "sliding_window": 3}),
     "capped": (
@@ -60,6 +71,7 @@ VARIANTS = {
     "t5": ("T5", "ForConditionalGeneration", {**T5, "decoder_start_token_id": 0, "pad_token_id": 0}),
     "umt5": ("UMT5", "ForConditionalGeneration", {**T5, "decoder_start_token_id": 0, "pad_token_id": 0}),
     "heads": ("Bart", "ForConditionalGeneration", BART),
+    "linear": ("Qwen3Next", "ForCausalLM", {**SMALL, **LINEAR}),
 }
 
 
@@ -127,7 +139,11 @@ def compare(variant, options):
         assert_same(booster, model, optimizer, expected, [batch_of(length, padding, across)])
 
 
-@matrix(["window-all_to_all"], variant=VARIANTS, options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]))
+@matrix(
+    ["window-all_to_all", "linear-ring_attn"],
+    variant=VARIANTS,
+    options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]),
+)
 def test_attention_variants_work_on_split_sequences(variant, options):
     run_on_ranks(run_or_refused, 2, compare, variant, options, timeout_seconds=120)
 
@@ -224,15 +240,42 @@ class Mixing(torch.nn.Module):
         return self.block(hidden) + torch.nn.functional.conv1d(shifted, self.taps, groups=32).mT
 
 
-def mixes():
-    import_quietly(("transformers",))
-    model = build("window")
-    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
-    boost(model, RING)
+def compare_mixing(options, kind):
+    expected = build("window")
+    if kind == "own layer":
+        expected.model.layers[1] = MixingLayer(expected.model.layers[1])
+        boost(expected, options)
+    expected.model.layers[1].mlp = Mixing(expected.model.layers[1].mlp)
+    records = Records()
+    logging.getLogger("booster").addHandler(records)
+    booster, model, optimizer = boost(copy.deepcopy(expected), options)
+    logging.getLogger("booster").removeHandler(records)
+    said = [text for text in records.texts if "Mixing mix positions of a sequence outside of attention" in text]
+    assert len(said) == (torch.distributed.get_rank() == 0)
+    if kind == "checkpointed":
+        enable_activation_checkpointing(model)
+    for length in (8, 7, 9):  # recomputed in the other order
+        assert_same(booster, model, optimizer, expected, [batch_of(length, None, 0), batch_of(length + 1, "right", 0)])
 
 
-def test_layers_that_convolve_positions_are_refused():
-    expect_on_ranks(ConfigError, "changes what MistralForCausalLM computes", mixes, 2)
+@matrix(1, options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]), kind=["plain", "checkpointed"])
+def test_parts_of_layers_that_convolve_positions_run_on_whole_sequences(options, kind):
+    run_on_ranks(compare_mixing, 2, options, kind)
+
+
+class MixingLayer(torch.nn.Module):
+    """A layer whose own code sees other positions."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states, **given):
+        return self.layer(hidden_states + hidden_states.cumsum(1), **given)
+
+
+def test_layers_whose_own_code_sees_other_positions_are_refused():
+    expect_on_ranks(ConfigError, "changes what MistralForCausalLM computes", compare_mixing, 2, RING, "own layer")
 
 
 def with_flex_attention():

@@ -84,12 +84,12 @@ def measure(name: str, column: str) -> tuple[Cell, str]:
             group_timeout_seconds=_GROUP_TIMEOUT_SECONDS,
         )[0]
     except (RankError, RankDiedError, RankTimeoutError) as error:
-        return _cell_of_error(error), str(error)
+        return cell_of_error(error), str(error)
     options = {"dtype": "fp64"} if is_double else {}
     return Cell(state="wrong" if findings else "exact", options=options, findings=findings[:1]), "\n".join(findings)
 
 
-def _cell_of_error(error: RankError) -> Cell:
+def cell_of_error(error: RankError) -> Cell:
     """Return a refusal, at `boost` or later, if every rank raised one error of Booster's; else a crash."""
     found = list(error.exceptions.values())
     first = found[0] if found else None
@@ -107,11 +107,11 @@ def _first_errors(error: RankError) -> list[str]:
 
 def _train_plainly(name: str) -> dict[str, Any]:
     """Run forward and backward; return facts about the model."""
-    with quiet(), _phase("build"):
+    with quiet(), phase("build"):
         check_tiny(name)
         torch.manual_seed(0)
         model = build(name)
-    with quiet(), _phase("one process"):
+    with quiet(), phase("one process"):
         loss = model(**batch_of(name)).loss
         loss.backward()
         if not torch.isfinite(loss):
@@ -162,12 +162,12 @@ def _verified(name: str, column: str, dtype: torch.dtype) -> Verification:
     if "sp_size" in options:
         rows = [{key: value[row] for key, value in batch.items()} for row in range(SAMPLES)]
         plugin.dataloader = DataLoader(rows, batch_size=SAMPLES)
-    with _phase(lambda: "training" if plugin.is_boosted else "boost"):
+    with phase(lambda: "training" if plugin.is_boosted else "boost"):
         return verify(make, plugin, batch, steps=_STEPS, tolerance=_DOUBLE if is_double else None)
 
 
 @contextlib.contextmanager
-def _phase(phase: str | Callable[[], str]) -> Any:
+def phase(phase: str | Callable[[], str]) -> Any:
     """Name the phase in an error."""
     try:
         yield

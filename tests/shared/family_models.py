@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor, nn
 
@@ -186,7 +186,7 @@ def build(name: str) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the model's own configuration
         model: nn.Module = AutoModelForCausalLM.from_config(tiny_config(name))
-    _fill(model)
+    fill(model)
     return model.train()
 
 
@@ -208,16 +208,17 @@ def check_tiny(name: str) -> None:
         raise ValueError(msg)
 
 
-def tiny_config(name: str) -> Any:
+def tiny_config(name: str, more: Mapping[str, Any] | None = None) -> Any:
     """Return a family's configuration with small sizes.
 
     Args:
         name: The model type.
+        more: Settings beyond those that are told by the fields' names.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind: Any = CONFIG_MAPPING[name]
-    settings = _merged(settings_of(kind()), EXCEPTIONS.get(name, {}))
+    settings = _merged(_merged(settings_of(kind()), EXCEPTIONS.get(name, {})), more or {})
     config = kind(**settings)
     for each in _parts(config):
         _prepare(each)
@@ -309,7 +310,7 @@ def _prepare(config: Any) -> None:
             config.use_cache = False
 
 
-def _fill(model: nn.Module) -> None:
+def fill(model: nn.Module) -> None:
     """Give values to what begins with zeros or ones: they would hide how often it is added or multiplied."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 COLUMNS = ("tp", "pp", "split_gather", "ulysses", "ring", "ep")
+VISION_COLUMNS = ("ddp", "fsdp", "zero", "gemini", "tp", "pp", "split_gather", "ulysses")
 PLAIN = "plain"
 """The cell of one process: whether the model can be trained at all, and facts about it."""
 NO_EXPERTS = "-"
@@ -31,6 +32,8 @@ STATES = {
 }
 """How the page shows the state of a cell."""
 KINDS = {
+    r"Ranks run different units": "where one rank has images and another has none, ranks would run different units "
+    "of FSDP, which is refused in the step",
     r"There is no sharding policy": "no tensor plan of transformers and no policy of ours",
     r"does not call its attention through": "a layer without attention that can be split, as a state space model's",
     r"sharding policy .* changes": "its tensor plan computes something else: found by a check at `boost`",
@@ -65,6 +68,14 @@ refused](tables/families.csv)**.
 (`"all_to_all"`) and `ring` (`"ring_attn"`) have `sp_size=2`. `boost` is given a batch.
 """
 
+_VISION = """## Vision-language models
+
+Tiny models that read images, each trained on batches with images, of text alone, and of both: then one data parallel
+rank has images and the other has none, or one microbatch of a pipeline. The language model is split; the tower of the
+images stays whole, unless transformers' plan splits it, too. `boost` is given an `example_batch` with images, and a
+pipeline whose images are rows of patches a [`split_batch`](plugins/hybrid.md). [All cells](tables/vision.csv).
+"""
+
 
 def table(recorded: Iterable[dict[str, Any]], names: Iterable[str] = ()) -> list[dict[str, str]]:
     """Return a row of text for each family, in the order of their names.
@@ -84,6 +95,36 @@ def table(recorded: Iterable[dict[str, Any]], names: Iterable[str] = ()) -> list
         rows[each["name"]] = row
     fields = ("family", "policy", *COLUMNS, PLAIN, "versions")
     return [{field: rows[name].get(field, "") for field in fields} for name in sorted(rows)]
+
+
+def vision_table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return a row of text for each vision-language model, in the order of their names.
+
+    Args:
+        recorded: The contents of the files.
+    """
+    return [
+        {"model": each["name"], **{column: _cell(each, column) for column in VISION_COLUMNS if column in each["cells"]}}
+        for each in sorted(recorded, key=lambda each: str(each["name"]))
+    ]
+
+
+def vision_part(rows: list[dict[str, str]]) -> str:
+    """Return the part of the page about vision-language models."""
+    lines = [f"| | {' | '.join(VISION_COLUMNS)} |", "|---" * (len(VISION_COLUMNS) + 1) + "|"]
+    reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        texts = {column: row[column].partition(": ") for column in VISION_COLUMNS}
+        lines.append(f"| {row['model']} | {' | '.join(STATES[state] for state, _, _ in texts.values())} |")
+        for column, (state, _, text) in texts.items():
+            if state != "exact":
+                reasons[_kind(text)][column].append(row["model"])
+    listed = [
+        f"- {column}, {'all' if len(models) == len(rows) else ', '.join(models)}: {reason}"
+        for reason, columns in reasons.items()
+        for column, models in columns.items()
+    ]
+    return "\n".join([_VISION, *lines, *([""] if listed else []), *listed, ""])
 
 
 def page(rows: list[dict[str, str]]) -> str:
@@ -179,6 +220,12 @@ def _shown(text: str, family: dict[str, Any]) -> str:
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST].rpartition(' ')[0]} ..."
 
 
+def whole_page(tables: Path) -> str:
+    """Return the page of all tables in a folder."""
+    parts = page(read_table(tables / "families.csv")), vision_part(read_table(tables / "vision.csv"))
+    return "\n".join(parts)
+
+
 def main() -> None:
     """Write the table where results are given, and the page."""
     *results, docs = map(Path, sys.argv[1:])
@@ -188,7 +235,9 @@ def main() -> None:
 
         recorded = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(results[0].glob("*.json"))]
         write_table(table(recorded, families()), path)
-    (docs / "families.md").write_text(page(read_table(path)), encoding="utf-8")
+        of_vision = [json.loads(file.read_text(encoding="utf-8")) for file in (results[0] / "vision").glob("*.json")]
+        write_table(vision_table(of_vision), path.with_name("vision.csv"))
+    (docs / "families.md").write_text(whole_page(docs / "tables"), encoding="utf-8")
 
 
 if __name__ == "__main__":

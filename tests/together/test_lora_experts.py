@@ -14,6 +14,7 @@ from booster_core.state.names import NamedTensors, extra_state_modules
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
 from booster_runtime import full_gradient
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
@@ -35,6 +36,9 @@ RUNS = {
     "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero2": (LowLevelZeroPlugin, {"stage": 2}, 2),
     "gemini": (GeminiPlugin, {"min_chunk_bytes": 4096}, 2),
+    "ep": (HybridParallelPlugin, {"ep_size": 2}, 2),
+    "tp": (HybridParallelPlugin, {"tp_size": 2}, 2),
+    "ep-tp-zero1": (HybridParallelPlugin, {"ep_size": 2, "tp_size": 2, "zero_stage": 1}, 4),
 }
 SIZES = {
     "vocab_size": 64,
@@ -89,7 +93,11 @@ def train_and_save(kind, plugin_class, options, folder):
     return gradients, logits, whole_model(booster, model)
 
 
-@matrix(["mixtral-single", "mixtral-fsdp", "qwen3-moe-gemini"], kind=["mixtral", "qwen3-moe"], run=RUNS)
+@matrix(
+    ["mixtral-single", "mixtral-fsdp", "qwen3-moe-gemini", "mixtral-ep", "mixtral-tp", "qwen3-moe-ep-tp-zero1"],
+    kind=["mixtral", "qwen3-moe"],
+    run=RUNS,
+)
 def test_adapters_of_fused_experts_train_and_are_all_saved(run, kind, tmp_path):
     plain = perturbed(peft.get_peft_model(make_model(kind), make_config()))
     loss_of(plain, tokens_of(0)).backward()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from family_results import COLUMNS, page, table
-from zoo_results import read_table
+from family_results import COLUMNS, VISION_COLUMNS, page, table, vision_part, vision_table, whole_page
 
 
 def family(name, *, has_experts=False, policy="none", **states):
@@ -58,4 +57,17 @@ def test_a_table_has_each_cell_and_its_page_counts_them_and_their_reasons():
 
 def test_the_documented_page_is_made_of_its_table():
     docs = Path(__file__).parents[3] / "docs"
-    assert (docs / "families.md").read_text(encoding="utf-8") == page(read_table(docs / "tables" / "families.csv"))
+    assert (docs / "families.md").read_text(encoding="utf-8") == whole_page(docs / "tables")
+
+
+def test_the_part_about_images_has_a_row_for_each_model_and_says_why_cells_are_refused():
+    late = ("refused late", ["on batches of both: Ranks run different units of the model: rank 0 runs 'a'."])
+    recorded = [
+        family(name, fsdp=late, **dict.fromkeys(set(VISION_COLUMNS) - {"fsdp"}, ("exact", []))) for name in ("b", "a")
+    ]
+    lines = vision_part(vision_table(recorded)).splitlines()
+    shown = ["exact", "refused in the first step", *["exact"] * 6]
+    assert f"| a | {' | '.join(shown)} |" in lines
+    assert lines.index(f"| b | {' | '.join(shown)} |") == lines.index(f"| a | {' | '.join(shown)} |") + 1
+    (reason,) = [line for line in lines if line.startswith("- ")]
+    assert reason.startswith("- fsdp, all: where one rank has images and another has none, ranks would run different")

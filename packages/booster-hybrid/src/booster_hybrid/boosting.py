@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,10 +30,12 @@ from booster_hybrid.pipeline.schedule import ZERO_BUBBLE, make_schedule
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
-from booster_hybrid.policy.from_transformers import layer_lists
+from booster_hybrid.policy.from_transformers import language_model, layer_lists
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.same_training import OutsideReads, TrainedAlike, check_copies, parts_of
+from booster_hybrid.sequence_parallel.stack import Mixers
 from booster_hybrid.skipped_layers import kept_generators
+from booster_hybrid.tensor_parallel.adapters import without_stacked_adapters
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_elementwise, check_state, cut_state, leave_out
 from booster_runtime.collectives import new_groups
@@ -141,8 +144,9 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     known = known_layers(model, options.custom_policy, context.hooks)
     split_lists = [name for name in found.lists if known is None or name not in known.whole_sequences]
     dims: list[dict[Argument, int | None]] = []
+    mixers = Mixers()
     if config.sequence.mode not in (None, "split_gather"):
-        dims = _check_sequences(split_lists, objects, context, options)
+        dims, mixers = _check_sequences(split_lists, objects, context, options)
 
     # Experts before layers, so that tokens travel once and partial sums over tensor parallel ranks come last.
     split = TensorParallelModel()
@@ -163,7 +167,7 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
             cut_state(model, optimizer, split.splits)
     if config.sequence.mode is not None:
         split_lists = [name for name in split_lists if name not in checked.left_whole]
-        _split_sequences(model, split_lists, split, dims, mesh, options)
+        _split_sequences(model, split_lists, split, (dims, mixers), mesh, options)
 
     # What of it this rank holds.
     local = LocalModel(
@@ -291,7 +295,7 @@ def _check_layers(objects: Boosted, context: BoostContext, options: ShardOptions
         split_sequence=split_sequence,
     )
     policy: ShardingPolicy | None = None
-    with raised_on_all("boost", context.device):
+    with raised_on_all("boost", context.device), without_stacked_adapters(model):
         try:
             found = check(policy_for(model, options.custom_policy, context.hooks))
         except ReadOutsideError as error:
@@ -362,9 +366,11 @@ def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions)
 def _known_lists(model: nn.Module, context: BoostContext, options: ShardOptions) -> list[str]:
     """Return the lists of layers that a policy names; none where a dry run has to find them."""
     known = known_layers(model, options.custom_policy, context.hooks)
-    if known is None and options.config.pipeline.size == 1 and options.example_batch is None:
+    if known is None:
         inner = inner_model(model)
-        return [*layer_lists(inner)] if getattr(inner, "_tp_plan", None) else []
+        reads_more = language_model(inner) is not None  # whose towers are lists of layers as well
+        if reads_more or (options.config.pipeline.size == 1 and options.example_batch is None):
+            return [*layer_lists(inner)] if getattr(inner, "_tp_plan", None) else []
     return [] if known is None else [*known.layers]
 
 
@@ -388,11 +394,11 @@ def _run_dry(model: nn.Module, known: Sequence[str], batch: Any, options: ShardO
 
 def _check_sequences(
     lists: Sequence[str], objects: Boosted, context: BoostContext, options: ShardOptions
-) -> list[dict[Argument, int | None]]:
+) -> tuple[list[dict[Argument, int | None]], Mixers]:
     """Check that sequences can be split between the layers, on a batch of the data loader or a dummy.
 
     Returns:
-        Along which dimension what layers are given is cut, alike on all ranks.
+        Along which dimension what layers are given is cut, and what is in them besides attention, alike on all ranks.
 
     Collective: every rank of the world.
     """
@@ -401,7 +407,7 @@ def _check_sequences(
 
     model, mode, device = objects.model, str(options.config.sequence.mode), context.device
     sizes = options.config.sequence.size, options.config.tensor.size
-    dims: list[dict[Argument, int | None]] = []
+    found: tuple[list[dict[Argument, int | None]], Mixers] = [], Mixers()
     with raised_on_all("boost", device):
         batches = []
         with contextlib.suppress(Exception):  # whatever a data set raises, training tells of it
@@ -410,7 +416,7 @@ def _check_sequences(
             batches += with_choices(example_batch(model, None))
         batches = [move_batch(each, device) for each in batches if each is not None]
         try:
-            dims = check_sequences(model, lists, mode, sizes, device, batches)
+            found = check_sequences(model, lists, mode, sizes, device, batches)
         except NotComparedError as error:
             if options.unchecked == "raise":
                 msg = (
@@ -421,7 +427,15 @@ def _check_sequences(
                 )
                 raise ConfigError(msg) from error
     # What a rank has seen depends on its batch.
-    found: list[dict[Argument, int | None]] = context.coordinator.broadcast_object(dims, name="boost", meets=False)
+    found = context.coordinator.broadcast_object(found, name="boost", meets=False)
+    if found[1].classes and context.coordinator.rank == 0:
+        logging.getLogger("booster").warning(
+            "%s: %s mix positions of a sequence outside of attention. They run on whole sequences on each of %d "
+            "ranks, with the memory and the time of these.",
+            type(model).__name__,
+            ", ".join(sorted(found[1].classes)),
+            options.config.sequence.size,
+        )
     return found
 
 
@@ -429,7 +443,7 @@ def _split_sequences(
     model: nn.Module,
     lists: Sequence[str],
     split: TensorParallelModel,
-    dims: Sequence[dict[Argument, int | None]],
+    seen: tuple[Sequence[dict[Argument, int | None]], Mixers],
     mesh: Mesh,
     options: ShardOptions,
 ) -> None:
@@ -448,7 +462,8 @@ def _split_sequences(
         mesh.ranks("sp"),
         rings=mesh.rings,
         parallel_output=options.parallel_output,
-        dims=dims,
+        dims=seen[0],
+        mixers=seen[1],
     )
 
 

@@ -7,8 +7,8 @@ parallelism. Parameters of a module of experts that don't have one part for each
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,11 +17,12 @@ from booster_hybrid.expert_parallel.forward import EveryTokenForward, ExpertsFor
 from booster_hybrid.inner_model import inner_model
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.policy.base import matches
+from booster_hybrid.tensor_parallel.adapters import parameter_wrappers
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.split import Split
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from booster_hybrid.policy.base import ExpertRule
     from booster_hybrid.rank_group import RankGroup
@@ -38,6 +39,7 @@ class ExpertsModule:
         parameters: Those of its parameters that have a part for each expert, by name within the module.
         counts: Its attributes that count the experts.
         takes_every_token: See `ExpertRule`.
+        wrappers: peft's around it, each with the adapters of one parameter.
     """
 
     name: str
@@ -46,6 +48,7 @@ class ExpertsModule:
     parameters: Mapping[str, nn.Parameter]
     counts: tuple[str, ...]
     takes_every_token: bool
+    wrappers: tuple[Any, ...] = ()
 
 
 def find_experts(model: nn.Module, rules: Sequence[ExpertRule], size: int) -> list[ExpertsModule]:
@@ -68,8 +71,8 @@ def find_experts(model: nn.Module, rules: Sequence[ExpertRule], size: int) -> li
         patterns = (rule.pattern, f"{base}.{rule.pattern}") if base else (rule.pattern,)
         for name, module in names.modules.items():
             if any(matches(pattern, names.in_rules(name)) for pattern in patterns):
-                _refuse_adapters(names, name, size)
-                found.setdefault(id(module), _described(name, module, rule, size))
+                described = _described(name, module, rule, size)
+                found.setdefault(id(module), replace(described, wrappers=_wrappers(names, described, size)))
     if not found:
         listed = ", ".join(repr(rule.pattern) for rule in rules) or f"none are known for this class{_advice(model)}"
         msg = (
@@ -117,8 +120,32 @@ def spread_experts(
             parameter.data = split.take(parameter.data)
             held.add(id(parameter))
             splits.update(dict.fromkeys(names_of[id(parameter)], split))
+        for parameter, split in _splits_of_adapters(each, group):
+            parameter.data = split.take(parameter.data)
+            held.add(id(parameter))
+            splits.update(dict.fromkeys(names_of[id(parameter)], split))
         install_experts(each, group, Changes(), each.num_experts)
     return splits, held
+
+
+def _splits_of_adapters(experts: ExpertsModule, group: RankGroup) -> Iterator[tuple[nn.Parameter, Split]]:
+    """Yield the adapters' matrices of the experts' parameters, and which part of each is this rank's.
+
+    peft stacks the experts' matrices in one: as the slower index of the first one's rows, and as the faster index of
+    the second one's columns.
+    """
+    number, share = experts.num_experts, experts.num_experts // group.size
+    first = group.rank * share
+    for wrapper in experts.wrappers:
+        vars(wrapper)["num_experts"] = share
+        for each in wrapper.lora_A.values():
+            rank = each.weight.shape[0] // number
+            each.out_features //= group.size
+            yield each.weight, Split(tuple(each.weight.shape), 0, ((first * rank, (first + share) * rank),))
+        for each in wrapper.lora_B.values():
+            starts = range(first, each.weight.shape[1], number)
+            each.in_features //= group.size
+            yield each.weight, Split(tuple(each.weight.shape), 1, tuple((start, start + share) for start in starts))
 
 
 def install_experts(experts: ExpertsModule, group: RankGroup, changes: Changes, num_experts: int) -> None:
@@ -137,15 +164,25 @@ def install_experts(experts: ExpertsModule, group: RankGroup, changes: Changes, 
     changes.forward(module, kind(module, experts.name, num_experts, group))
 
 
-def _refuse_adapters(names: ModuleNames, name: str, size: int) -> None:
-    outer = names.outermost[name]
-    is_adapted = name in names.adapted or any(each.startswith(f"{name}.") for each in names.adapted)
-    if is_adapted or outer is not names.modules[name] or type(outer).__module__.startswith("peft."):
+def _wrappers(names: ModuleNames, experts: ExpertsModule, size: int) -> tuple[Any, ...]:
+    """Return peft's wrappers of the experts' parameters.
+
+    Raises:
+        ConfigError: If there is something else of peft's.
+    """
+    name, outer = experts.name, names.outermost[experts.name]
+    wrappers = tuple(parameter_wrappers(outer))
+    inner = wrappers[-1].base_layer if wrappers else outer
+    is_spread = all(wrapper.parameter_name in experts.parameters for wrapper in wrappers)
+    is_adapted = any(each.startswith(f"{name}.") for each in names.adapted)
+    if is_adapted or not is_spread or inner is not experts.module or type(inner).__module__.startswith("peft."):
         msg = (
-            f"The experts '{name}' have adapters, which `ep_size={size}` can't spread. Leave '{name}' out of the "
-            "adapters' `target_modules` and `target_parameters`, or use `ep_size=1`."
+            f"The experts '{name}' have adapters that `ep_size={size}` can't spread: those of stacked parameters can, "
+            f"by `LoraConfig(target_parameters=[...])`. Leave '{name}' out of the adapters' `target_modules`, or use "
+            "`ep_size=1`."
         )
         raise ConfigError(msg)
+    return wrappers
 
 
 def _described(name: str, module: nn.Module, rule: ExpertRule, size: int) -> ExpertsModule:

@@ -61,7 +61,8 @@ class ExpertsForward:
         if rows.shape[0]:
             results = self._forward(rows, route.local_experts.unsqueeze(1), of_rows).to(rows.dtype)
         else:
-            results = without_rows(rows, of_rows, [*self._module.parameters()])
+            adapted = [getattr(self._module, name) for name in getattr(self._module, "parametrizations", ())]
+            results = without_rows(rows, of_rows, [*self._module.parameters(), *adapted])
         return combine(results, hidden.shape[0], route, self._group)
 
 

@@ -137,6 +137,12 @@ def held_modules(modules: Mapping[str, nn.Module], trace: Trace, stages: Sequenc
     return held
 
 
+def _absent_parameters(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:  # noqa: FBT001, FBT002 - torch's
+    """Yield what stands for the parameters of a module that other stages have."""
+    for each in module.modules() if recurse else [module]:
+        yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor) and is_absent(value))
+
+
 def prefixes(name: str) -> Iterator[str]:
     """Yield a module's name and those of the modules around it."""
     while name:
@@ -394,6 +400,10 @@ class StagedModel:
                     del module._parameters[key]  # noqa: SLF001 - the only way to leave a plain tensor in its place
                     object.__setattr__(module, key, absent_like(form, f"parameter '{gone[-1]}'"))
                     self._hollow_places.append((module, key))
+        for name, module in modules.items():
+            if name and next(module.parameters(), None) is None and next(_absent_parameters(module), None) is not None:
+                # Models ask a part for its first parameter's format, as transformers' `dtype` does.
+                object.__setattr__(module, "parameters", functools.partial(_absent_parameters, module))
         return gone
 
     @contextlib.contextmanager

@@ -158,9 +158,30 @@ def join_outputs(
 
 
 def _joined_nest(outputs: Sequence[Any], sizes: Sequence[int], dims: Mapping[int, int | None]) -> Any:
+    first = outputs[0]
+    if isinstance(first, dict) and ({*map(tuple, outputs)} != {tuple(first)} or _has_nests(first.values())):
+        # Models leave out what they do not compute for a microbatch, such as the states of its images.
+        joined = {}
+        for key in dict.fromkeys(key for each in outputs for key in each):
+            having = [(each[key], size) for each, size in zip(outputs, sizes, strict=True) if key in each]
+            joined[key] = _joined_nest([value for value, _ in having], [size for _, size in having], dims)
+        return joined if type(first) is dict else type(first)(**joined)
+    if isinstance(first, list) and all(map(_is_by_sample, outputs, sizes)):
+        return [entry for each in outputs for entry in each]
     flat = [pytree.tree_flatten(each) for each in outputs]
     leaves = [_joined([leaves[index] for leaves, _ in flat], sizes, dims) for index in range(len(flat[0][0]))]
     return pytree.tree_unflatten(leaves, flat[0][1])
+
+
+def _has_nests(values: Iterable[Any]) -> bool:
+    return any(isinstance(each, (dict, list)) for each in values)
+
+
+def _is_by_sample(entries: Any, size: int) -> bool:
+    """Return whether a list has a tensor for each sample, none of which has a dimension of samples itself."""
+    return len(entries) == size and all(
+        isinstance(each, torch.Tensor) and each.dim() > 0 and each.shape[0] != size for each in entries
+    )
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[int], dims: Mapping[int, int | None]) -> Any:
@@ -178,7 +199,8 @@ def _joined(values: Sequence[Any], sizes: Sequence[int], dims: Mapping[int, int 
     dim = dims[id(first)] if id(first) in dims else _dim_of_samples(tensors, sizes)
     if dim is not None:
         others = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
-        return torch.cat(tensors, dim) if len(others) == 1 and dim in _as_long(tensors, sizes) else tensors
+        rates = {tensor.shape[dim] / size for tensor, size in zip(tensors, sizes, strict=True)}
+        return torch.cat(tensors, dim) if len(others) == len(rates) == 1 else tensors
     if first.is_floating_point() and len({tensor.shape for tensor in tensors}) == 1:
         total = sum(sizes)
         return torch.stack([tensor * (size / total) for tensor, size in zip(tensors, sizes, strict=True)]).sum(0)

@@ -136,8 +136,8 @@ def _sample_dims(model: nn.Module, batch: Any, shapes: Mapping[str, torch.Size])
         differ = [dim for dim, (one, two) in enumerate(pairs) if one != two]
         if not differ:
             found[path] = None
-        elif len(differ) == 1 and pairs[differ[0]] == (count, 2 * count):
-            found[path] = differ[0]
+        elif len(differ) == 1 and not (one := pairs[differ[0]][0]) % count and pairs[differ[0]][1] == 2 * one:
+            found[path] = differ[0]  # several for each sample, such as the states of an image's patches
     return found
 
 

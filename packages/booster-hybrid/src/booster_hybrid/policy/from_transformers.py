@@ -30,8 +30,11 @@ _NO_EFFECT = ("local_params", "replicate")
 """Styles of what needs nothing here, where weights are plain tensors."""
 _LEFT_OUT: dict[str, tuple[ModuleRule, ...]] = {
     "apertus": (ModuleRule("**.mlp.act_fn", Style.SUMMED_GRADIENT),),  # learns its slopes
+    "qwen3_vl_moe": tuple(ModuleRule(f"**.self_attn.{norm}", Style.SUMMED_GRADIENT) for norm in ("q_norm", "k_norm")),
 }
 """Rules that the plan of a family lacks."""
+_SAME_LAYERS = {"qwen3_vl": "qwen3"}
+"""Families without a plan whose language model has the layers of another family."""
 _ATTENTION = ("attn", "attention")
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 
@@ -46,9 +49,11 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
         ConfigError: If the plan has a style that is not known here.
     """
     plan: dict[str, str] | None = getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None)
+    config: Any = getattr(model, "config", None)
+    if (family := _SAME_LAYERS.get(getattr(config, "model_type", ""))) is not None:
+        plan = {**(plan or {}), **_plan_of_layers(model, family)}
     if not plan or not any("layers" in pattern or "." in pattern for pattern in plan):
         return None
-    config: Any = getattr(model, "config", None)
     has_groups = bool(getattr(config, "num_key_value_heads", None))
     parameters = NamedTensors.of(model).paths
     rules = [*vocabulary_rules(model), *_LEFT_OUT.get(getattr(config, "model_type", ""), ())]
@@ -131,11 +136,40 @@ def vocabulary_rules(model: nn.Module) -> list[ModuleRule]:
 def layer_lists(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the lists that transformers' plans call layers.
 
+    Of a model that reads images or sounds, these are its language model's: towers stay whole.
+
     Args:
         model: The user's model.
     """
+    language = language_model(model)
     return tuple(
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "layers"
+        if isinstance(module, nn.ModuleList)
+        and name.rpartition(".")[2] == "layers"
+        and (language is None or name.startswith(f"{language}."))
     )
+
+
+def language_model(model: nn.Module) -> str | None:
+    """Return the name of the language model in one of transformers that reads images or sounds as well.
+
+    Args:
+        model: The user's model; for others, ``None``.
+    """
+    config: Any = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda **_: config)(decoder=True)
+    if text is config or getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_decoder"):
+        return None
+    get_decoder: Any = model.get_decoder
+    decoder = get_decoder()
+    return next((name for name, module in model.named_modules() if module is decoder and name), None)
+
+
+def _plan_of_layers(model: nn.Module, family: str) -> dict[str, str]:
+    """Return the plan of a family's layers for the language model in a model."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind: Any = CONFIG_MAPPING[family]
+    plan: dict[str, str] = kind.base_model_tp_plan
+    return {f"{language_model(model)}.{pattern}": text for pattern, text in plan.items()}

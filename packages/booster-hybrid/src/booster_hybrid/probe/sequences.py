@@ -30,6 +30,8 @@ from booster_hybrid.sequence_parallel.layers import (
     lists_of_layers,
     refuse_outputs_of_layers,
 )
+from booster_hybrid.sequence_parallel.mixers import find_mixers
+from booster_hybrid.sequence_parallel.stack import Mixers
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
 from booster_hybrid.tensor_parallel.split import cut_units
 
@@ -51,7 +53,7 @@ def check_sequences(
     sizes: tuple[int, int],
     device: torch.device,
     batches: Iterable[Any],
-) -> list[dict[Argument, int | None]]:
+) -> tuple[list[dict[Argument, int | None]], Mixers]:
     """Raise if a model computes something else, or has other gradients, where sequences are split between its layers.
 
     Args:
@@ -63,7 +65,8 @@ def check_sequences(
         batches: What its forward may take; the first one on which it runs is taken.
 
     Returns:
-        Along which dimension what layers are given is cut, for each list that the model has.
+        Along which dimension what layers are given is cut, for each list that the model has, and what is in the layers
+        besides attention.
 
     Raises:
         NotComparedError: If it could not be found out.
@@ -86,7 +89,7 @@ def check_sequences(
                         longer = call_of_other_length(inner, batch, probe.size, call)
                         if longer is not None:
                             probe.run(longer, is_short=True)  # not all models take every length
-                        return probe.dims
+                        return probe.dims, probe.mixers
                     reasons.append(reason)
     raise NotComparedError(reasons[0] if reasons else "there was no batch")
 
@@ -102,6 +105,7 @@ class _Probe:
         self.size = size if size <= _MOST_RANKS else few
         self.dims: list[dict[Argument, int | None]] = []
         self.heads: set[tuple[int, int]] = set()
+        self.mixers = Mixers()
 
     def run(self, call: Call, *, is_short: bool) -> str | None:
         """Compare on a batch, with one layer of each kind or with all; return why that could not be done."""
@@ -143,7 +147,13 @@ class _Probe:
             if whole is None:
                 reason = reason or "the model gives other outputs in each call, or infinite ones"
                 continue
-            self._compare(whole, runner, values, setting)
+            try:
+                self._compare(whole, runner, values, setting)
+            except ConfigError:
+                if self.mixers.classes or not self._find_mixers(runner, values):
+                    raise
+                self.dims = []
+                self._compare(whole, runner, values, setting)
             return None
         return reason
 
@@ -156,11 +166,25 @@ class _Probe:
         """Split sequences for a rank."""
         self._model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
         self._model.register_forward_pre_hook(refuse_router_losses, with_kwargs=True)
-        split = split_layers(self._model, self._lists, self._mode, rank)
+        split = split_layers(self._model, self._lists, self._mode, rank, mixers=self.mixers)
         self.dims = self.dims or [{} for _ in split]
         for (stack, _), dims in zip(split, self.dims, strict=True):
             stack.drops, stack.dims, stack.is_clear = False, dims, is_clear
         return [stack for stack, _ in split]
+
+    def _find_mixers(self, runner: Runner, values: Mapping[int, Tensor]) -> bool:
+        """Find out what is in the layers besides attention; return whether anything sees positions."""
+
+        def run(rank: InProcessRank) -> bool:
+            split = split_layers(self._model, self._lists, self._mode, rank, mixers=self.mixers)
+            for stack, layers in split:
+                stack.drops = False
+                find_mixers(layers, stack)
+            runner.output(values)
+            return any(stack.heads for stack, _ in split)
+
+        (attends,) = on_ranks(1, run, self._model.modules(), self._device)
+        return bool(self.mixers.classes) or (attends and bool(self.mixers.apart))
 
     def _compare(self, whole: Result, runner: Runner, values: Mapping[int, Tensor], setting: Setting) -> None:
         def run(rank: InProcessRank) -> Result:

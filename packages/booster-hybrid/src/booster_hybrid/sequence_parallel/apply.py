@@ -23,10 +23,11 @@ from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention
 from booster_hybrid.sequence_parallel.layers import ListRun, lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.loss import LogitsOfPositions, head_of
 from booster_hybrid.sequence_parallel.mask import make_mask
+from booster_hybrid.sequence_parallel.mixers import gather_for_mixers
 from booster_hybrid.sequence_parallel.own_attention import replace_attention
 from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
 from booster_hybrid.sequence_parallel.sdpa_entry import enter_through_sdpa
-from booster_hybrid.sequence_parallel.stack import AttendingHooks, Stack
+from booster_hybrid.sequence_parallel.stack import AttendingHooks, Mixers, Stack
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def split_sequences(
     rings: Sequence[RankGroup] | None = None,
     parallel_output: bool = False,
     dims: Sequence[dict[Argument, int | None]] = (),
+    mixers: Mixers | None = None,
 ) -> None:
     """Let a model's layers work on this rank's positions, in place.
 
@@ -56,6 +58,7 @@ def split_sequences(
         rings: The rings that they form for ``"ring_attn"``; see `ring_attention`.
         parallel_output: Leave the logits of causal language models that are given labels split by positions.
         dims: Along which dimension what the layers of each list are given is cut, as far as the probe has seen it.
+        mixers: What is in the layers besides attention, as far as that is known.
 
     Raises:
         ConfigError: If the model can't be split so.
@@ -64,7 +67,7 @@ def split_sequences(
     """
     model = compiled_module(model) or model
     num_threads = _most_threads(group) if mode == "ring_attn" else 1
-    stacks = split_layers(model, lists, mode, group, rings=rings, num_threads=num_threads)
+    stacks = split_layers(model, lists, mode, group, rings=rings, num_threads=num_threads, mixers=mixers)
     for (stack, _), known in zip(stacks, dims, strict=False):
         stack.dims = known
     if parallel_output and has_causal_loss(model):
@@ -81,6 +84,7 @@ def split_layers(
     *,
     rings: Sequence[RankGroup] | None = None,
     num_threads: int = 1,
+    mixers: Mixers | None = None,
 ) -> list[tuple[Stack, list[nn.Module]]]:
     """Let the layers alone work on this rank's positions, in place.
 
@@ -91,6 +95,7 @@ def split_layers(
         group: The sequence parallel ranks.
         rings: The rings that they form.
         num_threads: The most threads with which one of the ranks computes, for ``"ring_attn"``.
+        mixers: What is in the layers besides attention; ``None`` where that is not known.
 
     Returns:
         The layers of each list, with what they share.
@@ -106,6 +111,8 @@ def split_layers(
             enter_through_sdpa(stack, layers)
     _install_attention(model, stacks)
     for stack, layers in stacks:
+        stack.mixers = mixers or stack.mixers
+        gather_for_mixers(layers, stack)
         run = ListRun(model, layers, mode, Changes())
         for index, layer in enumerate(layers):
             split_relative_biases(layer, stack)
@@ -113,6 +120,8 @@ def split_layers(
             hooks = AttendingHooks(stack, run, layer, is_first=index == 0, is_last=is_last)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after, always_call=True)
+            if is_last:
+                run.watch_between(hooks)
     return stacks
 
 

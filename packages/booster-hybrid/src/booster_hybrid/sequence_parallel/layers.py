@@ -10,9 +10,18 @@ from booster_core.errors import ConfigError
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.pipeline.trace import CONTAINERS, is_plain_output, shown_output
 from booster_hybrid.skipped_layers import REMEDY, FixedDraws, kept_generators, skipped_at_random
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from booster_hybrid.sequence_parallel.split_list import LayerHooks
+
+
+_BETWEEN_LAYERS = ("_deepstack_process",)
+"""Methods by which models of transformers change hidden states between layers, at positions of whole sequences."""
 
 
 def lists_of_layers(model: nn.Module, lists: Sequence[str], mode: str) -> list[list[nn.Module]]:
@@ -100,8 +109,20 @@ class ListRun:
         caller = modules[name := name.rpartition(".")[0]]
         while name and isinstance(caller, (nn.ModuleList, nn.ModuleDict)):
             caller = modules[name := name.rpartition(".")[0]]
+        self._caller, self._changes = caller, changes
         changes.hook(caller.register_forward_pre_hook(lambda *_: self._begin()))
         changes.hook(caller.register_forward_hook(lambda *_: self._end()))
+
+    def watch_between(self, hooks: LayerHooks) -> None:
+        """Give what the caller of the layers does between them whole sequences.
+
+        Args:
+            hooks: Those of a layer.
+        """
+        for name in _BETWEEN_LAYERS:
+            if hasattr(self._caller, name):
+                method = _WholeBetweenLayers(getattr(self._caller, name), hooks)
+                self._changes.attribute(self._caller, name, method)
 
     def split(self) -> None:
         """Note that the first layer is called."""
@@ -139,6 +160,23 @@ class ListRun:
             "`sequence_parallelism_mode` out."
         )
         raise ConfigError(msg)
+
+
+class _WholeBetweenLayers:
+    """Gives a method that changes hidden states between layers those of whole sequences.
+
+    Args:
+        method: The method.
+        hooks: Those of a layer of the list.
+    """
+
+    def __init__(self, method: Callable[..., Tensor], hooks: LayerHooks) -> None:
+        self._method, self._hooks = method, hooks
+
+    @outside_of_graphs
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return this rank's part of the hidden states. Collective: the group."""
+        return self._hooks.cut(self._method(self._hooks.join(hidden_states), *args, **kwargs))
 
 
 def check_layer_output(layer: nn.Module, output: Any) -> None:

@@ -142,6 +142,8 @@ def split_layers(
             hooks = _ReplicaHooks(positions, run, is_first=index == 0, is_last=index == len(layers) - 1)
             changes.hook(layer.register_forward_pre_hook(hooks.before, with_kwargs=True))
             changes.hook(layer.register_forward_hook(hooks.after, always_call=True))
+            if layer is layers[-1]:
+                run.watch_between(hooks)
 
 
 def _is_leaf(block: nn.Module) -> bool:

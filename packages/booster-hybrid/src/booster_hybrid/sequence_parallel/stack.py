@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
@@ -48,6 +50,23 @@ class Argument(NamedTuple):
     num_dims: int
 
 
+@dataclass
+class Mixers:
+    """What is in the layers of a model besides attention.
+
+    Attributes:
+        classes: Names of the classes of parts that mix positions.
+        apart: Of layers that mix none, the names of the classes inside.
+    """
+
+    classes: set[str] = field(default_factory=set)
+    apart: set[frozenset[str]] = field(default_factory=set)
+
+    def are_apart(self, layer: nn.Module) -> bool:
+        """Return whether a layer is known to work on each position by itself."""
+        return kind_of_layer(layer) in self.apart
+
+
 class Stack(SplitList):
     """What the layers of one list share whose attention sees the other ranks' positions.
 
@@ -66,6 +85,8 @@ class Stack(SplitList):
             positions: what it is given then is noted in ``dims``.
         heads: Numbers of query and key/value heads of attention that was called.
         drops: Whether attention drops weights where it is asked to.
+        mixers: What is in the layers besides attention.
+        cut_along: Along which dimension each argument was cut that layers are given.
     """
 
     def __init__(
@@ -85,6 +106,8 @@ class Stack(SplitList):
         self.dims: dict[Argument, int | None] = {}
         self.is_clear: Callable[[nn.Module, int, int], bool] = lambda *_: False
         self.num_attentions = 0
+        self.mixers = Mixers()
+        self.cut_along: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._cut: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
         self._absent_cut: Tensor | None = None
 
@@ -109,7 +132,11 @@ class Stack(SplitList):
             if argument not in self.dims and self.is_clear(layer, hidden.shape[0], self.length):
                 self.dims[argument] = sequence_dim(value, self.length)
             dim = self._dim(argument, value, hidden)
-            return value if dim is None else layout.take(value, dim, self.group.rank)
+            if dim is None:
+                return value
+            found = layout.take(value, dim, self.group.rank)
+            self.cut_along[found] = dim
+            return found
 
         return part((), values) if isinstance(values, torch.Tensor) else pytree.tree_map_with_path(part, values)
 
@@ -158,7 +185,7 @@ class Stack(SplitList):
         Raises:
             ConfigError: If not.
         """
-        if not self.num_attentions:
+        if not self.num_attentions and not self.mixers.are_apart(layer):
             msg = (
                 f"'{type(layer).__name__}' of {self.model_name} does not call its attention through transformers' "
                 "attention interface, nor `torch.nn.functional.scaled_dot_product_attention`, so "
@@ -239,6 +266,11 @@ class AttendingHooks(LayerHooks):
         """Check that the layer has attended, unless another stage of a pipeline runs it."""
         if not is_absent(hidden):
             self._stack.check_attention(module)
+
+
+def kind_of_layer(layer: nn.Module) -> frozenset[str]:
+    """Return the names of the classes inside of a layer."""
+    return frozenset(type(module).__name__ for module in layer.modules())
 
 
 def argument_names(module: nn.Module) -> list[str]:

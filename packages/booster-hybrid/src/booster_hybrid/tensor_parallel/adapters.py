@@ -5,26 +5,31 @@ the rows of this rank's outputs; the gradient of A x, a few numbers for each tok
 row-parallel layer, A has the columns of this rank's inputs, A x is summed, and B is whole; an embedding's adapter is
 looked up as the embedding is. If a layer's inputs and outputs are whole, so is its adapter, and nothing is sent.
 
+An adapter of a stacked parameter of experts (peft's ``target_parameters``) adds a product to the parameter itself: what
+has the dimension that is split is split likewise, and the gradient of the other factor is summed over ranks.
+
 The layers stay peft's own, and so does what they compute; see `booster_runtime.lora` for how a model gets them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_core.errors import ConfigError
+from booster_hybrid.layer_plan import Changes
 from booster_hybrid.tensor_parallel.collectives import enter, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward, looked_up
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.summed_use import sum_where_used
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor, nn
 
-    from booster_hybrid.layer_plan import Changes
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.module_names import ModuleNames
     from booster_hybrid.tensor_parallel.split import Split
@@ -116,12 +121,68 @@ def split_adapters(
     for name, layer in {id(layer): (name, layer) for name, layer in names.adapted.items()}.values():
         base = names.modules[name]
         held = {each for parameter in base.parameters() for each in names.names_of[id(parameter)]}
-        if not held.isdisjoint(splits):
+        wrappers = parameter_wrappers(layer)
+        if wrappers and not held.isdisjoint(splits):
+            for wrapper in wrappers:
+                _split_stacked(name, wrapper, splits.get(f"{name}.{wrapper.parameter_name}"), group, keep, changes)
+        elif not held.isdisjoint(splits):
             _check(layer, base, name, group.size)
             sums += _split_one(name, layer, base, splits[f"{name}.weight"], group, keep, changes)
         elif held and held <= summed_names:
             _sum_gradients(layer, base, names, summed_names, group, changes)
     return sums
+
+
+def parameter_wrappers(layer: Any) -> list[Any]:
+    """Return peft's wrappers of a module of which each adapts one parameter, the outermost first; none for others."""
+    if "peft" not in sys.modules:
+        return []
+    from peft.tuners.lora.layer import ParamWrapper
+
+    found = []
+    while isinstance(layer, ParamWrapper):
+        found.append(layer)
+        layer = layer.base_layer
+    return found
+
+
+@contextlib.contextmanager
+def without_stacked_adapters(model: nn.Module) -> Iterator[None]:
+    """Leave out the adapters of stacked parameters: peft changes the class of the module, which is one for all ranks.
+
+    Args:
+        model: A model that is run for all ranks within this process.
+    """
+    changes = Changes()
+    try:
+        for module in model.modules():
+            if parameter_wrappers(module):
+                changes.attribute(module, "_disable_adapters", value=True)
+        yield
+    finally:
+        changes.undo()
+
+
+def _split_stacked(
+    name: str,
+    wrapper: Any,
+    split: Split | None,
+    group: RankGroup,
+    keep: Callable[[nn.Parameter, Split], None],
+    changes: Changes,
+) -> None:
+    """Split the adapters of a parameter of shape ``(experts, outputs, inputs)``, or ``(experts, inputs, outputs)``."""
+    whole = f"{name}.{wrapper.parameter_name}"
+    if split is None or len(split.global_shape) != 3 or split.dim == 0:
+        _refuse(whole, f"{_typed(wrapper)}, which is whole or no stack of matrices", group.size)
+    # How peft multiplies them; see its `ParamWrapper.get_delta_weight`.
+    of_outputs = (split.dim == 1) == bool(wrapper._did_swap_in_out_features)  # noqa: SLF001 - told nowhere else
+    cut, other = (wrapper.lora_B, wrapper.lora_A) if of_outputs else (wrapper.lora_A, wrapper.lora_B)
+    summed = {id(each.weight): None for each in other.values()}
+    for each in cut.values():
+        keep(each.weight, _like(split, each.weight, 0 if of_outputs else 1, whole))
+        changes.attribute(each, "out_features" if of_outputs else "in_features", split.local_shape[split.dim])
+    sum_where_used(wrapper, summed, group, changes, [*other.values()])
 
 
 def _split_one(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.inner_model import inner_model
@@ -497,9 +498,10 @@ class _Installer:
 
 
 def _experts_forward(forward: Callable[..., Tensor], group: RankGroup) -> Callable[..., Tensor]:
-    def split_forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        hidden_states, top_k_weights = enter((hidden_states, top_k_weights), group)
-        partial = forward(hidden_states, top_k_index, top_k_weights)
-        return leave(partial, group)
+    def split_forward(*args: Any, **kwargs: Any) -> Tensor:  # hidden states, mostly with indices and weights
+        given, form = pytree.tree_flatten((args, kwargs))
+        entered = iter(enter([each for each in given if each.is_floating_point()], group))
+        args, kwargs = pytree.tree_unflatten([next(entered) if x.is_floating_point() else x for x in given], form)
+        return leave(forward(*args, **kwargs), group)
 
     return split_forward

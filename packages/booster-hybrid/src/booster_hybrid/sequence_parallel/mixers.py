@@ -1,0 +1,232 @@
+"""Parts of layers that mix positions in another way than by attention: linear attention, state spaces, convolutions.
+
+Such a part runs on whole sequences: they are gathered at its entry, every rank computes it alike, and of what it
+returns each rank keeps its own positions. So a recurrence, its chunks and its padding are the model's own. A rank holds
+the activations of whole sequences inside of these parts; between them it holds its positions.
+
+Which parts these are is found out, and not listed: `find_mixers` asks autograd whether what a part returns for some
+positions depends on what it is given for others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.absent import is_absent
+from booster_hybrid.sequence_parallel.exchange import gather_sequence
+from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, mapped
+from booster_hybrid.sequence_parallel.stack import Argument, argument_names, kind_of_layer
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from booster_hybrid.sequence_parallel.layout import SequenceLayout
+    from booster_hybrid.sequence_parallel.stack import Stack
+
+
+def find_mixers(layers: Sequence[nn.Module], stack: Stack) -> None:
+    """Let layers note in ``stack.mixers`` what mixes positions in them while they run on whole sequences, in place.
+
+    Args:
+        layers: The layers, which attend through the stack, that of a single rank.
+        stack: What they share.
+    """
+    for layer in layers:
+        watch = _Watch(layer, stack)
+        for module in layer.modules():
+            if module is not layer:
+                module.register_forward_pre_hook(watch.before, with_kwargs=True)
+                module.register_forward_hook(watch.after, with_kwargs=True)
+        layer.register_forward_hook(watch.after_layer, prepend=True)
+
+
+def gather_for_mixers(layers: Sequence[nn.Module], stack: Stack) -> None:
+    """Give the parts of layers that mix positions whole sequences, in place.
+
+    Args:
+        layers: The layers.
+        stack: What they share, which knows the parts.
+    """
+    for layer in layers:
+        for module in _outermost(layer, stack.mixers.classes):
+            hooks = _WholeSequences(module, stack)
+            module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            module.register_forward_hook(hooks.after, always_call=True)
+
+
+def _outermost(module: nn.Module, classes: set[str]) -> list[nn.Module]:
+    found = []
+    for child in module.children():
+        found += [child] if type(child).__name__ in classes else _outermost(child, classes)
+    return found
+
+
+def _hidden_name(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | int | None:
+    """Return where among its arguments a part is given hidden states: their place or name, ``None`` if nowhere."""
+    if args:
+        return 0
+    return next((each for each in (HIDDEN_STATES, *names[:1]) if each in kwargs), None)
+
+
+def _argument(name: str | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[name] if isinstance(name, int) else kwargs[name]
+
+
+class _Watch:
+    """Finds out which parts of a layer mix positions without attention.
+
+    Args:
+        layer: The layer.
+        stack: What the layers share.
+    """
+
+    def __init__(self, layer: nn.Module, stack: Stack) -> None:
+        self._layer, self._stack = layer, stack
+        self._counts: list[int] = []
+        self._found: set[nn.Module] = set()
+        self._is_testing = False
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note how often has been attended before a part."""
+        del module, args, kwargs
+        if not self._is_testing:
+            self._counts.append(self._stack.num_attentions)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Test a part that has not attended."""
+        del output
+        if self._is_testing or self._stack.num_attentions != self._counts.pop():
+            return
+        self._is_testing = True
+        try:
+            with torch.enable_grad():
+                if _mixes(module, args, kwargs, self._stack.length):
+                    self._found.add(module)
+        finally:
+            self._is_testing = False
+
+    def after_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """Note what was found in the layer."""
+        del args, output
+        mixers = self._stack.mixers
+        classes = {type(module).__name__ for module in self._found}
+        mixers.classes |= {type(module).__name__ for module in _outermost(layer, classes)}
+        if not self._stack.num_attentions:
+            mixers.apart.add(kind_of_layer(layer))
+
+
+def _mixes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], length: int) -> bool:
+    """Return whether what a module returns for half of the positions depends on what it is given for the other half."""
+    name = _hidden_name(argument_names(module), args, kwargs)
+    hidden = None if name is None else _argument(name, args, kwargs)
+    if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point() or length not in hidden.shape[1:]:
+        return False
+    dim = hidden.shape.index(length, 1)
+    leaf = hidden.detach().clone().requires_grad_()
+    given = leaf * 1  # which a module may write to
+    output = module.forward(given, *args[1:], **kwargs) if name == 0 else module.forward(**{**kwargs, str(name): given})
+    output = output[0] if isinstance(output, tuple) else output
+    if not isinstance(output, torch.Tensor) or length not in output.shape[1:] or not output.requires_grad:
+        return False
+    along, half = output.shape.index(length, 1), length // 2
+    for kept, asked in (((0, half), (half, length - half)), ((half, length - half), (0, half))):
+        part = output.narrow(along, *kept)
+        weights = torch.arange(part.numel(), device=part.device, dtype=part.dtype).sin().view(part.shape)
+        (gradient,) = torch.autograd.grad((part * weights).sum(), leaf, retain_graph=True, allow_unused=True)
+        if gradient is not None and bool(gradient.narrow(dim, *asked).any()):
+            return True
+    return False
+
+
+class _WholeSequences:
+    """Gives a part of a layer whole sequences, and takes this rank's positions out of what it returns.
+
+    Args:
+        module: The part.
+        stack: What the layers share.
+    """
+
+    def __init__(self, module: nn.Module, stack: Stack) -> None:
+        self._stack, self._names = stack, argument_names(module)
+
+    @outside_of_graphs
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather what is given for this rank's positions. Collective: the sequence parallel ranks."""
+        stack = self._stack
+        name = _hidden_name(self._names, args, kwargs)
+        assert name is not None, "what mixes positions was given hidden states when that was found out"
+        hidden = _argument(name, args, kwargs)
+        stack.note_masks([*args, *kwargs.values()])
+        stack.resume(hidden.shape[1])
+        layout = stack.layout(stack.length)
+        stack.num_attentions += 1
+        stack.stream.pause()  # every rank computes alike
+
+        def whole(key: Any, path: Any, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or is_absent(value):
+                return value
+            dim = 1 if key == name and not path else self._dim(module, key, path, value, hidden)
+            return value if dim is None else _gathered(value, dim, layout, stack)
+
+        def each(key: Any, value: Any) -> Any:
+            return pytree.tree_map_with_path(lambda path, leaf: whole(key, path, leaf), value)
+
+        args = tuple(each(index, value) for index, value in enumerate(args))
+        kwargs = {key: each(key, value) for key, value in kwargs.items()}
+        return args, kwargs
+
+    @outside_of_graphs
+    def after(self, module: nn.Module, _: Any, output: Any) -> Any:
+        """Take this rank's positions."""
+        del module
+        self._stack.stream.resume()
+        if output is None:  # the part has raised
+            return None
+        layout = self._stack.layout(self._stack.length)
+        return mapped(output, lambda hidden: layout.take(hidden, 1, self._stack.group.rank).contiguous())
+
+    def _dim(self, module: nn.Module, key: Any, path: Any, value: Tensor, hidden: Tensor) -> int | None:
+        """Return which dimension of an argument runs over this rank's positions; ``None`` for none.
+
+        Raises:
+            ConfigError: If that can't be told, on every rank.
+        """
+        stack = self._stack
+        if value in stack.cut_along:
+            return int(stack.cut_along[value])
+        name = self._names[key] if isinstance(key, int) and key < len(self._names) else str(key)
+        argument, known = Argument(type(module).__name__, name, pytree.keystr(path), value.dim()), stack.dims
+        here = hidden.shape[1]
+        dims = [dim for dim, size in enumerate(value.shape) if size == here]
+        if argument not in known and stack.is_clear(module, hidden.shape[0], here):
+            known[argument] = dims[0] if len(dims) == 1 else None
+        if argument in known:
+            dim = known[argument]
+            return None if dim is None or value.shape[dim] == 1 else dim
+        others = (hidden.shape[0], *hidden.shape[2:])
+        if value.dim() and any(each in others for each in stack.layout(stack.length).lengths):
+            msg = (
+                f"`{name}{argument.path}` of '{argument.layer}' has {value.dim()} dimension(s) with hidden states of "
+                f"{hidden.shape[0]} samples and {stack.length} positions over {stack.group.size} ranks: it can't be "
+                "told which one runs over positions. Pass `HybridParallelPlugin(example_batch=...)` with a batch where "
+                "it is given, or use another number of samples or positions."
+            )
+            raise ConfigError(msg)
+        return dims[0] if len(dims) == 1 else None
+
+
+def _gathered(value: Tensor, dim: int, layout: SequenceLayout, stack: Stack) -> Tensor:
+    """Return a whole tensor of which each rank has a part along a dimension. Collective: the ranks."""
+    as_bytes = value.to(torch.uint8) if value.dtype == torch.bool else value
+    part = as_bytes.movedim(dim, 0).unsqueeze(0).contiguous()
+    whole = gather_sequence(part, layout, stack.group).squeeze(0).movedim(0, dim)
+    return whole.to(torch.bool) if value.dtype == torch.bool else whole

@@ -1,0 +1,136 @@
+"""Measure a cell of the table of vision-language models: a tiny model under a plugin, compared with one process.
+
+Each cell is trained on batches with images, of text alone, and of both: under a data parallel plugin, one rank has
+images then and the other has none; otherwise a part of the samples has, in a pipeline those of one microbatch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from family_cells import COLUMNS as SPLIT
+from family_cells import cell_of_error, phase
+from vision_models import SAMPLES, build_vision, vision_batch
+from zoo_results import Cell
+from zoo_training import quiet
+
+from booster_core import Booster
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_testing import RankError, run_on_ranks
+from booster_testing.rank_pool import RankDiedError, RankTimeoutError
+from booster_tools.verification.losses import Losses, loss_of_outputs
+from booster_tools.verification.run import compare_with_one_process
+from booster_zero import LowLevelZeroPlugin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from booster_core.plugin import Plugin
+
+_DATA_PARALLEL: dict[str, Callable[[], Plugin]] = {
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "zero": lambda: LowLevelZeroPlugin(stage=2),
+    "gemini": GeminiPlugin,
+}
+COLUMNS = (*_DATA_PARALLEL, "tp", "pp", "split_gather", "ulysses")
+_ALL, _NONE = (True,) * SAMPLES, (False,) * SAMPLES
+BATCHES: dict[str, tuple[tuple[bool, ...], tuple[bool, ...]]] = {
+    "images": (_ALL, _ALL),
+    "text": (_NONE, _NONE),
+    "both": (_ALL, _NONE),
+}
+"""For each sample of either rank, whether it has an image; ranks that share a batch have half of each."""
+WORLD_SIZE = 2
+_TIMEOUT_SECONDS = 180.0
+_GROUP_TIMEOUT_SECONDS = 30.0
+
+
+def measure_vision(name: str, column: str) -> tuple[Cell, str]:
+    """Measure a cell on each kind of batch; also return the whole errors, if there are any."""
+    found = {kind: _measure(name, column, kind) for kind in BATCHES}
+    text = "\n".join(text for _, text in found.values())
+    state, *others = {cell.state for cell, _ in found.values()} - {"exact"} or {"exact"}
+    if others:
+        return Cell(state="crash", findings=[text]), text
+    reasons = {kind: cell.findings[0] for kind, (cell, _) in found.items() if cell.state == state and cell.findings}
+    first = next(iter(reasons.values()), "")
+    shown = first if len(reasons) == len(BATCHES) else f"on batches of {' and '.join(reasons)}: {first}"
+    return Cell(state=state, findings=[shown] if reasons else []), text
+
+
+def _measure(name: str, column: str, kind: str) -> tuple[Cell, str]:
+    times = {"timeout_seconds": _TIMEOUT_SECONDS, "group_timeout_seconds": _GROUP_TIMEOUT_SECONDS}
+    try:
+        findings = run_on_ranks(_differences, WORLD_SIZE, name, column, kind, **times)[0]
+    except (RankError, RankDiedError, RankTimeoutError) as error:
+        return cell_of_error(error), str(error)
+    return Cell(state="wrong" if findings else "exact", findings=findings[:1]), "\n".join(findings)
+
+
+def _differences(name: str, column: str, kind: str) -> list[str]:
+    """Return what differs from one process."""
+    plugin, shares = _plugin(name, column), _shares(name, column, kind)
+    is_boosted, configure = False, plugin.configure
+
+    def watched(*args: Any) -> Any:
+        nonlocal is_boosted
+        boosted = configure(*args)
+        is_boosted = True
+        return boosted
+
+    vars(plugin)["configure"] = watched
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(20)
+        model = build_vision(name)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2, weight_decay=0.0)
+
+    with quiet(), phase(lambda: "training" if is_boosted else "boost"):
+        losses = Losses.by_criterion(loss_of_outputs)
+        found = compare_with_one_process(Booster(plugin=plugin), make, losses, shares, 1, what="verify")
+    return [str(each) for each in found if not each.is_explained]
+
+
+def _plugin(name: str, column: str) -> Plugin:
+    if column in _DATA_PARALLEL:
+        return _DATA_PARALLEL[column]()
+    options = dict(SPLIT[column])
+    if column == "pp":
+        options["split_batch"] = _split_batch
+    return HybridParallelPlugin(**options, example_batch=vision_batch(name, _ALL))
+
+
+def _shares(name: str, column: str, kind: str) -> list[Any]:
+    """Return the batch of each data parallel rank."""
+    first, second = BATCHES[kind]
+    if column in _DATA_PARALLEL:
+        return [vision_batch(name, each) for each in (first, second)]
+    return [vision_batch(name, (*first[: SAMPLES // 2], *second[: SAMPLES // 2]))]
+
+
+def _split_batch(batch: dict[str, Any], count: int) -> list[tuple[dict[str, Any], int]]:
+    """Split a batch as scripts of such models do: what is there for images, by the images of the samples."""
+    size = SAMPLES // count
+    tokens = batch["input_ids"]
+    images = (tokens == 60).any(1).long()
+    found = []
+    for start in range(0, SAMPLES, size):
+        rows = slice(start, start + size)
+        before, here, total = int(images[:start].sum()), int(images[rows].sum()), max(int(images.sum()), 1)
+        part = {}
+        for key, value in batch.items():
+            if value.shape[:1] == tokens.shape[:1] and value.shape[1:2] == tokens.shape[1:2]:
+                part[key] = value[rows]
+            elif here:
+                entries = value.shape[0] // total
+                part[key] = value[before * entries : (before + here) * entries]
+        found.append((part, size))
+    return found
