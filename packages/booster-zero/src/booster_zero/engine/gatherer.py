@@ -141,12 +141,34 @@ class Gatherer:
         valued = frozenset(index for index in every if index not in lazy)
         self.layout.make = self._maker(valued)
         formats = {index: format_of(parameter) for index, parameter in every.items()}
-        for unit in [[*every]] if units is None else units:
+        for unit in self._whole_layers(formats) if units is None else units:
             self.layout.add({index: every[index] for index in unit}, {index: formats[index] for index in unit})
         self.layout.make = self._maker(())  # the layout writes to buckets that take the place of others
         device = self.layout.buckets[0].format.device
         self.order = OrderCheck(self.ranks, self.layout.names, remedy, device, debug=debug)
         self._enumerate()
+
+    def _whole_layers(self, formats: Mapping[int, Format]) -> list[list[int]]:
+        """Return all parameters in groups of one bucket each, as far as layers fit.
+
+        A bucket that ends within a layer would be gathered again for parameters that are used in another order than
+        they are registered in, such as those of norms.
+        """
+        layers: dict[str, list[int]] = {}
+        for index, name in self.layout.names.items():
+            parts = name.split(".")
+            at = next((number for number, part in enumerate(parts, 1) if part.isdigit()), len(parts))
+            layers.setdefault(".".join(parts[:at]), []).append(index)
+        groups: list[list[int]] = []
+        held = 0
+        for layer in layers.values():
+            taken = sum(self.layout.every[index].numel() * formats[index].wire.itemsize for index in layer)
+            if not groups or held + taken > self.layout.bucket_bytes:
+                groups.append([])
+                held = 0
+            groups[-1] += layer
+            held += taken
+        return groups
 
     def _maker(self, valued: Container[int] | None = None) -> Callable[..., Bucket]:
         """Return what makes buckets; see `Bucket` for ``valued``."""
