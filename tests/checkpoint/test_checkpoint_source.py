@@ -153,7 +153,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_in_a_file_of_torch_save_is_read_in_parts(name, tmp_path):
+def test_a_view_in_a_file_of_torch_save_is_read(name, tmp_path):
     view = VIEWS[name]
     torch.save({"before": torch.ones(7), "view": view, "after": torch.zeros(3)}, tmp_path / "m.bin")
     with open_source(tmp_path / "m.bin", MODEL) as source:

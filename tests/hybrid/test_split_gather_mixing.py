@@ -154,6 +154,20 @@ class MixingBetween(Feed):
         return self.down(hidden + hidden.cumsum(1))
 
 
+class WritingBlock(Layer):
+    """Has a block that writes to its input before its split layer reads it, as dropout in place does."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = WritingFeed()
+
+
+class WritingFeed(Feed):
+    def forward(self, x):
+        x *= 2.0
+        return super().forward(x)
+
+
 class BlockAround(Layer):
     def __init__(self):
         super().__init__()
@@ -272,7 +286,7 @@ def test_layers_that_return_containers_are_refused():
     expect_on_ranks(ConfigError, "layer of class `InDict` returns a `dict`", train_unchecked, 2, InDict)
 
 
-@pytest.mark.parametrize("kind", [Layer, OwnBlock, AttendingBlock, Unsplit])
+@pytest.mark.parametrize("kind", [Layer, OwnBlock, WritingBlock, AttendingBlock, Unsplit])
 def test_layers_that_are_pointwise_outside_of_blocks_train_as_one_process(kind):
     assert_equals_one_process(case_of(kind), SETTING)
 

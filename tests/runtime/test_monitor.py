@@ -63,6 +63,28 @@ def test_an_exception_is_told_to_all_at_once_and_said_once_per_host(clients):
     assert {failure["text"].splitlines()[0] for failure in failures} == {"Booster: rank 0 failed: ValueError: bad"}
 
 
+def test_a_rank_that_connects_after_a_failure_hears_of_it(server):
+    first, second = (MonitorClient(server.port).hello(rank) for rank in range(2))
+    first.send(type="failed", text="ValueError: bad", record=at("step", 3))
+    assert [second.receive()["type"] for _ in range(2)] == ["welcome", "failure"]
+    late = MonitorClient(server.port).hello(2)
+    assert late.receive()["type"] == "welcome"
+    told = late.receive()
+    assert (told["type"], told["speaks"]) == ("failure", False)
+    assert told["text"].startswith("Booster: rank 0 failed: ValueError: bad")
+    for each in (first, second, late):
+        each.close()
+
+
+def test_what_a_rank_sends_by_mistake_is_ignored_and_said_once(clients, capfd):
+    for _ in range(2):
+        clients[1].send(type="here", record={"of another version": 1})
+    clients[1].connection.sendall(b"no JSON\n")
+    clients[0].where("step", 1)
+    assert clients[0].receive()["missing"].startswith("ranks 1 and 2 have not reached it")
+    assert capfd.readouterr().err.count("the monitor ignores what rank 1 sends") == 1
+
+
 def test_a_goodbye_is_told_to_nobody_and_named_to_those_that_ask(clients):
     clients[1].send(type="bye").close()
     clients[0].where("step", 1)
@@ -183,11 +205,14 @@ def test_the_end_of_the_server_is_announced(server, clients):
     assert clients[0].receive() == {"type": "closing", "cause": None}
 
 
-def test_a_server_that_fails_says_so_to_all(server, clients, capfd):
-    clients[1].send(type="here", record=1)
+def test_a_server_that_fails_says_so_to_all(server, clients, capfd, monkeypatch):
+    def fails(_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(server._verdicts, "tick", fails)
     message = clients[0].receive()
     assert message["type"] == "closing"
-    assert message["cause"].startswith("TypeError")
+    assert message["cause"].startswith("ZeroDivisionError")
     assert "the monitor has stopped" in capfd.readouterr().err
 
 

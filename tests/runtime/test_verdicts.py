@@ -140,6 +140,13 @@ OVERDUE = replace(
     counts={**IN_NCCL.counts, "backward": 12},
     overdue=IN_NCCL.waits[0],
 )
+GONE_ON = replace(
+    OVERDUE,
+    waits=(OVERDUE.waits[0], *torchs(8, group="nccl:0").waits),
+    counts={"nccl:0": 8, "backward": 12},
+    overdue=None,
+    knows_groups=True,
+)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +172,11 @@ OVERDUE = replace(
         (
             [torchs(4), replace(SAVES, counts={"save_model": 1, "gloo:0": 3}, knows_groups=True)],
             "number 4 of the group of all ranks, and rank 1 waits in `save_model` #1",
+        ),
+        (
+            # Ranks that send nothing back go on to the next collective.
+            [OVERDUE, GONE_ON, replace(at("step", 11), knows_groups=True)],
+            "has come to its time limit: rank 2 has not reached it; it entered `step` #11.",
         ),
         (
             [OVERDUE, OVERDUE, at("step", 11)],

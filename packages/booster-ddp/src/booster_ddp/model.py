@@ -25,7 +25,7 @@ from booster_ddp._torch_private import (
 )
 from booster_ddp.config import BY_DTYPE, register_comm_hook, restart_comm_hook
 from booster_ddp.gradients import UnreducedGradients
-from booster_runtime.data import hidden_tensors, tensors_of
+from booster_runtime.data import hidden_tensors, move_batch, tensors_of
 from booster_runtime.sharding import refuse_all_gradients, watch_gradient_hooks
 
 if TYPE_CHECKING:
@@ -118,12 +118,10 @@ class DDPModel(ModelWrapper):
 
         Collective: every rank of the world, where buffers are broadcast, or other parameters are trained than before.
         """
-        if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
-        if transforms_are_active():
-            return self.module(*args, **kwargs)
-        ddp = self._prepare()
-        if ddp is None:
+        if not torch.is_grad_enabled() or transforms_are_active() or (ddp := self._prepare()) is None:
+            device = self._context.device
+            if device.type == "cuda":  # as DDP does with what it is given
+                args, kwargs = move_batch((args, kwargs), device)
             return self.module(*args, **kwargs)
         output = ddp(*args, **kwargs)
         self._follow(ddp, output)

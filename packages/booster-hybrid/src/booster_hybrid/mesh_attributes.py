@@ -42,14 +42,37 @@ class PipelinePosition:
     last: int
 
     def is_first_stage(self, *, ignore_chunk: bool = True) -> bool:
-        """Return whether one of this rank's stages is the model's first one, where batches enter."""
-        del ignore_chunk  # the answer is about all stages of the rank
+        """Return whether one of this rank's stages is the model's first one, where batches enter.
+
+        Args:
+            ignore_chunk: Must be ``True``: the answer is about all stages of the rank.
+
+        Raises:
+            ConfigError: If it is not.
+        """
+        _check_chunk(ignore_chunk=ignore_chunk)
         return self.stage == self.first
 
     def is_last_stage(self, *, ignore_chunk: bool = True) -> bool:
-        """Return whether one of them is the last one: this rank gets losses and outputs of `execute_pipeline`."""
-        del ignore_chunk
+        """Return whether one of them is the last one: this rank gets losses and outputs of `execute_pipeline`.
+
+        Args:
+            ignore_chunk: As for `is_first_stage`.
+
+        Raises:
+            ConfigError: As `is_first_stage` does.
+        """
+        _check_chunk(ignore_chunk=ignore_chunk)
         return self.stage == self.last
+
+
+def _check_chunk(*, ignore_chunk: bool) -> None:
+    if not ignore_chunk:
+        msg = (
+            "`ignore_chunk=False` asks about the chunk that runs at the moment, which a script can't see. Leave it "
+            "out: the answer is about all stages of this rank."
+        )
+        raise ConfigError(msg)
 
 
 class _Group:

@@ -88,6 +88,9 @@ class _TableUnpickler(pickle._Unpickler):  # noqa: SLF001 - see the docstring
     protocol 2, and DCP writes protocol 4. Python's unpickler in C takes tens of gigabytes for a damaged number.
     """
 
+    # An array of bytes takes the memory that it claims before it is read, and no table has one.
+    dispatch = {code: read for code, read in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}  # noqa: SLF001, RUF012 - as above
+
     @override
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) in _INERT:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-_TURN_SECONDS = 900.0
+_TURN_SECONDS = 120.0
 """How long a rank may compute between two collectives; one that waits for another rank, without a turn, never ends."""
 
 

@@ -158,11 +158,13 @@ class GatheredInput:
 
     def __init__(self, whole: Tensor, part: Tensor, gather: Callable[[Tensor], Callable[[], Tensor]]) -> None:
         self._whole, self._part = weakref.ref(whole), weakref.ref(part)
+        self._versions = _version(whole), _version(part)
         self.again = gather
 
     def is_of(self, source: Tensor) -> bool:
         """Whether a tensor is the input, of which nothing was written to."""
-        return self._whole() is source and self._part() is not None
+        part = self._part()
+        return self._whole() is source and part is not None and self._versions == (_version(source), _version(part))
 
     def part(self) -> Tensor:
         """Return this rank's part."""

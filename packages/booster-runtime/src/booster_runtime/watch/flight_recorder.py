@@ -112,7 +112,7 @@ class FlightRecorder:
         others = {thread.ident for thread in threading.enumerate() if _is_background(thread)}
         waits: dict[Point, float | None] = {}
         counts: dict[str, int] = {}
-        is_whole = True
+        is_whole = bool(self._dumps)  # none is left where one could not be read
         for dump in self._dumps.values():
             # What is active can't be asked for alone: under gloo, everything counts as active.
             entries = json.loads(dump(True, False)).get("entries", [])  # noqa: FBT003 - it takes no keywords
@@ -145,7 +145,9 @@ def _expiry(entry: Mapping[str, Any], backend: str) -> float | None:
     """
     if backend != "nccl":
         return None
-    limit = float(entry["timeout_ms"]) / 1000 - nccl_margin_seconds(dist.get_world_size())
+    limit = float(entry["timeout_ms"]) / 1000
+    # A group with a limit of the user's own has not got the margin on top.
+    limit -= min(nccl_margin_seconds(dist.get_world_size()), limit / 2)
     return time.monotonic() + limit - (time.time_ns() - int(entry["time_created_ns"])) / 1e9
 
 

@@ -64,6 +64,7 @@ class Server:
         self._members: dict[int, _Connection] = {}
         self._questions: dict[Point, tuple[float, list[int]]] = {}
         self._is_told = self._is_closing = False
+        self._unread: set[int] = set()
         both = not address and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
@@ -169,7 +170,7 @@ class Server:
         *lines, connection.pending = (connection.pending + data).split(b"\n")
         for line in lines:
             if connection.rank is not None:
-                self._act_on(connection.rank, json.loads(line))
+                self._act_on(connection.rank, line)
             elif not self._let_in(connection, line):
                 self._close(connection)
                 return
@@ -196,16 +197,30 @@ class Server:
         self._members[rank] = connection
         self._verdicts.joined(rank, pid)
         self._send(rank, type="welcome", speaks=self._verdicts.speaks_without_server(rank))
+        if self._is_told:
+            self._send(rank, type="failure", **{**self._verdicts.news(time.monotonic())[rank], "speaks": False})
         return True
 
-    def _act_on(self, rank: int, message: dict[str, Any]) -> None:
-        kind, now = message["type"], time.monotonic()
+    def _act_on(self, rank: int, line: bytes) -> None:
+        now = time.monotonic()
+        try:
+            message: dict[str, Any] = json.loads(line)
+            kind = message["type"]
+            record = Record() if kind == "bye" else Record.parse(message["record"])
+        except Exception as error:  # noqa: BLE001 - as of a rank with another version
+            if rank not in self._unread:
+                self._unread.add(rank)
+                say(
+                    f"Booster: the monitor ignores what rank {rank} sends, which it can't read "
+                    f"({type(error).__name__}: {error}). Install the same version of booster-runtime on all hosts."
+                )
+            return
         if kind == "bye":
             connection = self._members.pop(rank)
             self._verdicts.left(rank, now, None)
             connection.rank = None
             return
-        self._verdicts.here(rank, Record.parse(message["record"]), now)
+        self._verdicts.here(rank, record, now)
         if kind == "failed":
             self._verdicts.failed(rank, message["text"])
         elif kind == "ending":

@@ -172,9 +172,14 @@ class Verdicts:
         for record in waits.values():
             if record.overdue is not None:
                 call = "".join(f"{point}, " for point in record.waits if not point.what)
-                come = [rank for rank in self._members(record.overdue) if record.overdue in self._record(rank).waits]
+                come = [rank for rank in self._members(record.overdue) if self._is_seen_at(record.overdue, rank)]
                 text = self._describe_missing(record.overdue, come, now)
                 self._fail(f"{call}{record.overdue}, has come to its time limit: {text}")
+
+    def _is_seen_at(self, point: Point, rank: int) -> bool:
+        """Return whether a rank waits in a collective, or has been through it, as those that send nothing back may."""
+        record = self._record(rank)
+        return point in record.waits or (point.place in record.counts and record.has_come(point))
 
     def missing(self, point: Point, now: float) -> str:
         """Say which ranks have not come to a call."""
