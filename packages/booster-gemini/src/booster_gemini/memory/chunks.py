@@ -383,6 +383,8 @@ class ChunkMemory(Memory):
             self._collect()
         while self._wanted:
             block = self._blocks.get(self._wanted[0])
+            if block is not None and block.state is State.LEAVING and not block.users:
+                return  # once it is written, it is kept or read back
             if block is not None and block.state is State.AWAY and not block.users:
                 if not self.top.has(block.num_bytes):
                     return
@@ -477,7 +479,7 @@ class ChunkMemory(Memory):
         for block in [*self._moving]:
             assert block.place is not None, "what moves has a place"
             if block.place.is_done and block.state is State.LEAVING:
-                self._finish_leaving(block)
+                self._finish_leaving(block, stays=block.owner.key in self._wanted)
             elif block.place.is_done:
                 try:
                     self._finish_coming(block)
