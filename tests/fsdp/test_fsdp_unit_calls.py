@@ -76,3 +76,20 @@ def train_other_parameters():
 
 def test_parameters_that_some_ranks_freeze_raise():
     expect_on_ranks(ConfigError, "they train other parameters of it", train_other_parameters, 2)
+
+
+def train_after_one_forward_more():
+    torch.manual_seed(0)
+    collectives._PATIENCE_SECONDS = 0.5
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_if=lambda name, _: name == "0"))
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if dist.get_rank() == 1:
+        model(torch.ones(2, 8))
+    booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
+    optimizer.step()
+
+
+def test_a_gather_that_meets_a_reduction_of_the_same_unit_raises():
+    match = "rank . (gathers|reduces) '0', and rank . (gathers|reduces) it"
+    expect_on_ranks(ConfigError, match, train_after_one_forward_more, 2)

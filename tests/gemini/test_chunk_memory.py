@@ -14,7 +14,7 @@ from booster_gemini.memory import ring as ring_module
 from booster_gemini.memory.chunks import ChunkMemory, State
 from booster_gemini.memory.disk import _THREADS, DiskStore
 from booster_gemini.memory.ring import Ring
-from booster_gemini.plan import Placement
+from booster_gemini.plan import Moves, Placement
 from booster_runtime.memory import ALIGNMENT, aligned, aligned_buffer
 from booster_zero.engine import FlatBuffer, Role
 
@@ -180,6 +180,24 @@ def test_what_is_read_ahead_makes_room_for_what_is_needed_now(make, monkeypatch)
         memory.release(owners[2].buffer, changed=False)
     assert owners[0].use() == [1.0]
     assert memory.top.peak_bytes <= 2 * BYTES
+
+
+def test_a_block_that_is_wanted_while_it_is_written_stays(make, monkeypatch):
+    memory, written, write = make(EVERYTHING_AWAY), threading.Event(), os.pwrite
+    owners = [Owner(memory, number, number) for number in range(2)]
+    settle(memory.store)
+    memory._collect()
+    monkeypatch.setattr("booster_gemini.memory.disk.os.pwrite", lambda *args: (written.wait(9), write(*args))[1])
+    block = memory._blocks[owners[0].key]
+    owners[0].use(change=1.0)
+    memory._start_moves([Moves([], [owner.key for owner in owners])])
+    assert block.state is State.LEAVING
+    written.set()
+    settle(memory.store)
+    memory._start_moves([])
+    assert block.state is State.HERE
+    assert memory._blocks[owners[1].key].state is State.COMING
+    assert [owner.use() for owner in owners] == [[1.0], [1.0]]
 
 
 def test_bytes_are_counted_exactly(make):

@@ -196,6 +196,27 @@ def moved(options, precision=None):
     return places, counted
 
 
+def on_device_after_evaluating(options):
+    """Return the bytes of chunks that the device has after each of several batches without gradients."""
+    run = booster, model, _ = boost(options)
+    found = []
+    step(*run)  # its plan has what `boost` has done in it, too
+    for number in (1, 2):
+        step(*run, number)
+        for _ in range(3):
+            with torch.no_grad():
+                model(torch.randn(4, WIDTH).to(booster.device))
+            found.append(model.gatherer.memory.bytes_by_place()["simulated"])
+    return found
+
+
+@pytest.mark.parametrize("place", ["all on the host", "disk beneath"])
+def test_parameters_leave_the_device_in_evaluation_too(place, simulated_device, tmp_path):
+    options = with_folder(PLACES[place], tmp_path)
+    (found,) = run_on_devices(on_device_after_evaluating, 1, simulated_device, options)
+    assert max(found) <= 4 * LAYER_BYTES, "as many as come ahead"
+
+
 def test_optimizer_state_on_the_host_is_stepped_there(simulated_device):
     """Gradients go down and new values come up, once; the states of Adam, and a copy of the values, never move."""
     (places, (to_device, to_host)) = run_on_devices(moved, 1, simulated_device, {"offload_optim_frac": 1.0})[0]

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,9 +64,10 @@ def different_units(what: str) -> ConfigError:
 
 
 class _Wait(NamedTuple):
-    """A unit's collective that this rank is in: how many there were before, the unit, elements, ranks and beginning."""
+    """A unit's collective that this rank is in: its number, what it does, the unit, elements, ranks and beginning."""
 
     serial: int
+    verb: str
     number: int
     numel: int
     group: ProcessGroup
@@ -87,7 +88,9 @@ class Waits:
         self._is_watched = False
         self._seen: dict[str, bytes] = {}
 
-    def wait(self, pending: Pending, names: Sequence[str], number: int, numel: int, group: ProcessGroup) -> None:
+    def wait(
+        self, pending: Pending, verb: str, names: Sequence[str], number: int, numel: int, group: ProcessGroup
+    ) -> None:
         """Wait for a unit's collective.
 
         Raises:
@@ -97,7 +100,7 @@ class Waits:
             self._is_watched = True
             threading.Thread(target=_look, args=(weakref.ref(self),), name="booster-fsdp", daemon=True).start()
         self._num_waits += 1
-        self._current = wait = _Wait(self._num_waits, number, numel, group, time.monotonic())
+        self._current = wait = _Wait(self._num_waits, verb, number, numel, group, time.monotonic())
         try:
             pending.wait()
         except RuntimeError as error:
@@ -126,21 +129,21 @@ class Waits:
                 work: Any = dist.irecv(torch.empty(1), group=wait.group, group_src=peer, tag=_CLOSING_TAG)
                 work.wait(timedelta(milliseconds=1))
 
-    def _others(self, wait: _Wait) -> Iterator[tuple[str, bytes, int, int, int]]:
-        """Say what this rank waits for, and yield who waits for something else, and for what: unit and elements."""
+    def _others(self, wait: _Wait) -> Iterator[tuple[str, bytes, int, str, int, int]]:
+        """Say what this rank waits for, and yield who waits for something else, and for what: verb, unit, elements."""
         world = current_world()
         if world.store is None:
             return
         start = f"fsdp/{wait.group.group_name}/{wait.serial}"
-        told = json.dumps([wait.number, wait.numel, time.monotonic()])
+        told = json.dumps([wait.verb, wait.number, wait.numel, time.monotonic()])
         world.store.set(f"{start}/{world.rank}", told)
         for rank in dist.get_process_group_ranks(wait.group):
             key = f"{start}/{rank}"
             if world.store.check([key]):
                 value = world.store.get(key)
-                number, numel, _ = json.loads(value)
-                if (number, numel) != (wait.number, wait.numel):
-                    yield key, value, rank, number, numel
+                verb, number, numel, _ = json.loads(value)
+                if (verb, number, numel) != (wait.verb, wait.number, wait.numel):
+                    yield key, value, rank, verb, number, numel
 
 
 def _look(reference: weakref.ref[Waits]) -> None:
@@ -151,12 +154,14 @@ def _look(reference: weakref.ref[Waits]) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _difference(names: Sequence[str], wait: _Wait, other_rank: int, number: int, numel: int) -> ConfigError:
+def _difference(names: Sequence[str], wait: _Wait, other_rank: int, verb: str, number: int, numel: int) -> ConfigError:
     """Return the error for this rank and another one that waits for another collective."""
     rank = current_world().rank
     here, there = (f"'{names[each]}'" if names[each] else "the model itself" for each in (wait.number, number))
     if number != wait.number:
         return different_units(f"rank {rank} runs {here}, and rank {other_rank} {there}")
+    if verb != wait.verb:
+        return different_units(f"rank {rank} {wait.verb} {here}, and rank {other_rank} {verb} it")
     return ConfigError(
         f"Rank {rank} sends {wait.numel} elements of {here}, and rank {other_rank} sends {numel}: they train other "
         "parameters of it. Freeze and unfreeze the same ones on all ranks."
@@ -164,6 +169,8 @@ def _difference(names: Sequence[str], wait: _Wait, other_rank: int, number: int,
 
 
 class _OfUnit:
+    verb: ClassVar[str]
+
     def __init__(self, names: Sequence[str], number: int, waits: Waits) -> None:
         self._names, self._number, self._waits = names, number, waits
 
@@ -176,10 +183,12 @@ class _OfUnit:
         return (self._number * 7919 + numel) % _NUM_MARKS
 
     def _wait(self, pending: Pending, numel: int, group: ProcessGroup) -> None:
-        self._waits.wait(pending, self._names, self._number, numel, group)
+        self._waits.wait(pending, self.verb, self._names, self._number, numel, group)
 
 
 class _AllGather(_OfUnit):
+    verb = "gathers"
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -199,6 +208,8 @@ class _AllGather(_OfUnit):
 
 
 class _ReduceScatter(_OfUnit):
+    verb = "reduces"
+
     def __call__(
         self,
         output_tensor: Tensor,

@@ -282,22 +282,17 @@ class Schedule:
         self._position = 0
         self._uses: dict[Key, list[int]] = {}
 
-    @property
-    def has_plan(self) -> bool:
-        """Whether the present step follows a plan."""
-        return bool(self._plan)
-
-    def note(self, key: Key | None, change: int) -> Sequence[Moves]:
-        """Note an event that is about to happen, and return the moves that are due before it."""
+    def note(self, key: Key | None, change: int) -> Sequence[Moves] | None:
+        """Note an event that is about to happen, and return the moves due before it; ``None`` where no plan has it."""
         self._events.append(Event(key, change, self.moment))
         if not self._plan:
-            return ()
+            return None
         start = self._position
         for found, expected in enumerate(self._expected[start : start + _WINDOW], start):
             if expected[:2] == (key, change):
                 self._position = found + 1
                 return self._plan[start : found + 1]
-        return ()
+        return None
 
     def next_use(self, key: Key) -> int:
         """Return when a block is expected to be used next: the larger, the later."""

@@ -161,8 +161,7 @@ class ChunkMemory(Memory):
         block.flat.copy_(flat)
         if ring is self.top:
             self._advance(key, 1)
-            self._advance(key, -1)
-        self._leave_if_it_may_not_stay(block)
+        self._end_use(block)
         if block.state is State.LEAVING:
             # The caller frees its values, of any sizes in turn, and glibc keeps nearly all of them otherwise.
             self._freed_bytes += block.num_bytes
@@ -199,6 +198,14 @@ class ChunkMemory(Memory):
 
     def _sizes(self) -> Mapping[Key, int]:
         return {key: block.num_bytes for key, block in self._blocks.items()}
+
+    def _fixed(self) -> frozenset[Key]:
+        """Return the state that is stepped on a device, where it stays; see `step_device`."""
+        return frozenset(
+            key
+            for key, block in self._blocks.items()
+            if self.copies is not None and block.ring is self.top and key[1] is Role.OPTIM
+        )
 
     def bytes_by_place(self) -> dict[str, int]:
         """Return how many bytes of blocks are where: by device type, and ``"disk"``."""
@@ -250,23 +257,21 @@ class ChunkMemory(Memory):
         block.users -= 1
         if changed:
             block.is_saved = False
-        if block.ring is self.top:
-            self._advance(buffer.key, -1)
-        self._leave_if_it_may_not_stay(block)
+        self._end_use(block)
 
-    def _leave_if_it_may_not_stay(self, block: Block) -> None:
-        if not block.is_idle:
-            return
-        if block.ring is not self.top:
-            self._leave(block)  # the host beneath a device follows no plan: what has its place on the disk goes there
-        elif not self._schedule.has_plan and self._leaves_now(block.owner.key):
-            self._bring_wanted()
+    def _end_use(self, block: Block) -> None:
+        """Note the end of a use; a block that no plan sends away later leaves now, if it may not stay.
+
+        The host beneath a device follows no plan: what has its place on the disk goes there.
+        """
+        is_planned = block.ring is self.top and self._advance(block.owner.key, -1)
+        if block.is_idle and not is_planned and (block.ring is not self.top or self._leaves_now(block.owner.key)):
             self._leave(block)
 
     def _leaves_now(self, key: Key) -> bool:
-        """Whether a block leaves after each use, while no plan is known."""
+        """Whether a block leaves after each use that no plan has, as in the first step, and in evaluation."""
         if self._leaves is None:
-            self._leaves = self._placement.leaving(self._sizes())
+            self._leaves = self._placement.leaving(self._sizes()) - self._fixed()
         return key in self._leaves
 
     def forget(self, buffer: FlatBuffer) -> None:
@@ -332,10 +337,9 @@ class ChunkMemory(Memory):
         mine = {key: block for key, block in self._blocks.items() if block.ring is self.top}
         here = frozenset(key for key, block in mine.items() if block.state in (State.HERE, State.COMING))
         below = frozenset(key for key, block in mine.items() if block.state in (State.AWAY, State.LEAVING))
-        fixed = frozenset(key for key in mine if self.copies is not None and key[1] is Role.OPTIM)  # see `step_device`
         self._wanted.clear()
         sizes = {key: block.num_bytes for key, block in mine.items()}
-        self._start_moves([self._schedule.end_step(sizes, here, below, fixed)])
+        self._start_moves([self._schedule.end_step(sizes, here, below, self._fixed())])
         for ring in {self.top, self.host}:
             ring.end_step()
         if self.top is self.host and self.store is not None and not self._schedule.is_settled:
@@ -359,9 +363,11 @@ class ChunkMemory(Memory):
 
     # ---- moves
 
-    def _advance(self, key: Key | None, change: int) -> None:
-        """Note an event, and start what the plan says."""
-        self._start_moves(self._schedule.note(key, change))
+    def _advance(self, key: Key | None, change: int) -> bool:
+        """Note an event, and start what the plan says; return whether it has this event."""
+        moves = self._schedule.note(key, change)
+        self._start_moves(moves or ())
+        return moves is not None
 
     def _start_moves(self, moves: Iterable[Moves]) -> None:
         for each in moves:
@@ -377,6 +383,8 @@ class ChunkMemory(Memory):
             self._collect()
         while self._wanted:
             block = self._blocks.get(self._wanted[0])
+            if block is not None and block.state is State.LEAVING and not block.users:
+                return  # once it is written, it is kept or read back
             if block is not None and block.state is State.AWAY and not block.users:
                 if not self.top.has(block.num_bytes):
                     return
@@ -471,7 +479,7 @@ class ChunkMemory(Memory):
         for block in [*self._moving]:
             assert block.place is not None, "what moves has a place"
             if block.place.is_done and block.state is State.LEAVING:
-                self._finish_leaving(block)
+                self._finish_leaving(block, stays=block.owner.key in self._wanted)
             elif block.place.is_done:
                 try:
                     self._finish_coming(block)
