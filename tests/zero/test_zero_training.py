@@ -110,7 +110,6 @@ def never_syncs(run):
 
 
 def test_a_step_averages_over_replicas_what_the_only_backward_did_not():
-    """After which everything is laid out again."""
     assert_same_loop(never_syncs, training("adamw", build=RIGHT_FIRST), Setting(LowLevelZeroPlugin, REPLICATED, 4))
 
 
