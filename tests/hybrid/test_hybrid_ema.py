@@ -1,4 +1,4 @@
-"""An average made before the first step is that of the masters, whatever splits them and lays them out again."""
+"""An average made before the first step is that of the masters, whatever splits them."""
 
 import pytest
 import torch

@@ -3,12 +3,14 @@
 So are ranks whose optimizers come to have other settings, by the next step that all take.
 """
 
+import functools
+
 import pytest
 import torch
 from matrix import matrix
 from torch import nn
 
-from booster_core import Booster, DistCoordinator
+from booster_core import Booster, DistCoordinator, LossScaleConfig, PrecisionPolicy
 from booster_core.errors import ConfigError
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
@@ -89,16 +91,28 @@ def frozen_on_one(rank, optimizer, scheduler):
         BOOSTED[0].unwrap().model.norm.weight.requires_grad_(False)
 
 
+def rate_and_use_on_one(rank, optimizer, scheduler):
+    rate_on_one(rank, optimizer, scheduler)
+    if rank:  # as where a batch has no token that a parameter is for
+        BOOSTED[0].unwrap().model.norm.forward = functools.partial(norm_without_weight, BOOSTED[0].unwrap().model.norm)
+
+
+def norm_without_weight(norm, hidden_states):
+    return nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], eps=norm.variance_epsilon)
+
+
 def plateau_of_all(rank, optimizer, scheduler):
     scheduler.step(reduce(BOOSTED[1], torch.tensor(1.0 - rank)))
 
 
 CHANGES = {
     "rate on one": (rate_on_one, r"`lr of group 1`: 0\.1\d* on rank 0, 0\.025 on rank 1, in `step`.*reduce\(booster, "),
+    "rate and use on one": (rate_and_use_on_one, r"`lr of group 1`: 0\.1\d* on rank 0, 0\.025 on rank 1, in `step`"),
     "scheduler on one": (scheduler_on_one, r"`lr of group 0`: 0\.05 on rank 0, 0\.1 on rank 1; `lr of group 1`"),
     "plateau of each": (plateau_of_each, r"`lr of group 0`: 0\.05 on rank 0, 0\.1 on rank 1"),
     "betas of each": (betas_of_each, r"`betas of group 0`: \(0\.5, 0\.9\) on rank 0, \(0\.5, 0\.91\) on rank 1"),
 }
+FP16 = PrecisionPolicy.parse("fp16", loss_scale=LossScaleConfig(initial_scale=2.0))
 STRATEGIES = {
     "third party": ReferencePlugin,
     "ddp": TorchDDPPlugin,
@@ -106,6 +120,11 @@ STRATEGIES = {
     "zero-1": LowLevelZeroPlugin,
     "zero-2": lambda: LowLevelZeroPlugin(stage=2),
     "gemini": GeminiPlugin,
+    # Norms and overflows are told between ranks before the step, also by ranks that have trained or used less.
+    "zero-1 clipped": lambda: LowLevelZeroPlugin(max_norm=1.0),
+    "zero-1 fp16": lambda: LowLevelZeroPlugin(precision=FP16, max_norm=1.0),
+    "gemini clipped": lambda: GeminiPlugin(max_norm=1.0),
+    "gemini fp16": lambda: GeminiPlugin(precision=FP16, max_norm=1.0),
     "tp": lambda: HybridParallelPlugin(tp_size=2),
     "pp": lambda: HybridParallelPlugin(pp_size=2, zero_stage=0),
 }
@@ -140,6 +159,7 @@ def change_settings(name, change):
 
 @matrix(
     [f"{name}-rate on one" for name in STRATEGIES]
+    + ["zero-1 clipped-rate and use on one", "zero-1 fp16-rate and use on one"]
     + ["ddp-plateau of each", "zero-1-scheduler on one", "fsdp-betas of each"],
     name=list(STRATEGIES),
     change=list(CHANGES),
@@ -149,7 +169,10 @@ def test_settings_that_come_to_differ_are_refused_by_the_next_step(name, change)
     expect_on_ranks(ConfigError, message, change_settings, 2, name, function)
 
 
-@pytest.mark.parametrize("name", ["third party", "zero-1", "gemini"])
+FREEZING = ["third party", "zero-1", "gemini", "zero-1 clipped", "zero-1 fp16", "gemini clipped", "gemini fp16"]
+
+
+@pytest.mark.parametrize("name", FREEZING)
 def test_parameters_that_are_frozen_on_some_ranks_are_named_by_the_next_step(name):
     message = r"`'model.norm.weight' is trained`: True on rank 0, False on rank 1, in `step`.*Freeze and unfreeze alike"
     expect_on_ranks(ConfigError, message, change_settings, 2, name, frozen_on_one)

@@ -231,7 +231,7 @@ def before_backward(run, operation):
 
 
 def before_third_backward(run, operation):
-    train_step(run, 1)  # by now parameters are laid out again, and gathers are foreseen
+    train_step(run, 1)  # by now gathers are foreseen
     train_step(run, 2)
     return before_backward(run, operation)
 

@@ -93,7 +93,7 @@ def run(events):
             optimizer.step()
             optimizer.zero_grad()
         if counts is None:
-            counts = Counts(model.gatherer)  # after the first step, which lays chunks out again
+            counts = Counts(model.gatherer)  # after the first step, which foresees no gather
         counted.append(counts.take())
     assert_same_tensors(model.state_dict(), plain.state_dict(), tolerance_for(torch.float32))
     return counted
@@ -162,7 +162,7 @@ def most_ahead(**options):
         seen.append((len(gatherer._ahead), sum(each.whole_bytes for each in gatherer._ahead.values())))
 
     for step in range(3):
-        if step:  # the first step lays chunks out again
+        if step:  # the first step foresees no gather
             for chunk in gatherer.layout.buckets:
                 chunk.start_gather = lambda chunk=chunk: counted(chunk)
         optimizer.backward(model(torch.ones(2, WIDTH)).sum())
@@ -195,7 +195,7 @@ def stop_looking_ahead():
         optimizer.backward(model(torch.ones(2, WIDTH)).sum())
         optimizer.step()
         optimizer.zero_grad()
-        counts = counts or Counts(model.gatherer)  # after the first step, which lays chunks out again
+        counts = counts or Counts(model.gatherer)  # after the first step, which foresees no gather
         waited.append(counts.take()[1])
     return waited[2:], said
 

@@ -80,3 +80,24 @@ def test_a_parameter_that_is_added_later_trains_as_in_one_process(name):
         for key, values in expected.items():
             # Equal but for one rounding of bf16: gradients are averaged in another order.
             torch.testing.assert_close(found[key].float(), values.float(), rtol=2**-7, atol=1e-6, msg=key)
+
+
+def write_and_add(name):
+    """Write to a layer that trains and that no optimizer lists, let one list it, and step with a rate of 0."""
+    net = make_rounded()
+    booster = Booster("cpu", "bf16", LATE[name]())
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net[2].parameters(), lr=0.0))
+    model.load_state_dict({key: -2 * values for key, values in make_rounded().state_dict().items()})
+    optimizer.add_param_group({"params": list(net[0].parameters())})
+    found = [whole_model(booster, model)]
+    booster.backward(model(rows(0, dist.get_rank())).float().square().mean(), optimizer)
+    optimizer.step()
+    return [*found, whole_model(booster, model)]
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_was_written_before_a_parameter_is_added_stays(name):
+    for found in run_on_ranks(write_and_add, 2, name):
+        for values in found:
+            for key, expected in make_rounded().state_dict().items():
+                assert torch.equal(values[key].float(), -2 * expected), key

@@ -15,7 +15,9 @@ from torch import nn
 
 from booster_core import Booster
 from booster_runtime import collectives
+from booster_runtime.memory import CopyStream
 from booster_zero import LowLevelZeroPlugin
+from booster_zero.engine.bucket import Bucket
 
 WIDTH, DEPTH = 64, 8
 NUMEL = DEPTH * WIDTH * WIDTH
@@ -64,6 +66,47 @@ def test_replicas_average_what_is_on_their_hosts(simulated_device):
     plain = run_on_devices(trained, 4, simulated_device, options, "bf16", "fused")[0]
     for parameters in run_on_devices(trained, 4, simulated_device, {**options, "offload": "cpu"}, "bf16", "fused"):
         assert all(torch.equal(plain[key], value) for key, value in parameters.items())
+
+
+class Noted:
+    """An event that counts who waits for it."""
+
+    def __init__(self, event, waits):
+        self.event, self.waits = event, waits
+
+    def wait(self):
+        self.waits.append("stream")
+        self.event.wait()
+
+    def synchronize(self):
+        self.waits.append("host")
+        self.event.synchronize()
+
+
+def awaited_sums():
+    """Return for each sum on its way down how much this rank owns of it, and who waits for it."""
+    seen, waits = [], []
+    record, start = CopyStream.record, Bucket._start_sum_below
+
+    def started(bucket, *args):
+        pending = start(bucket, *args)
+        waits.clear()
+        pending.wait()
+        seen.append((bucket.numel, list(waits)))
+        return pending
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CopyStream, "record", lambda stream: Noted(record(stream), waits))
+        patch.setattr(Bucket, "_start_sum_below", started)
+        options = {"offload": "cpu", "bucket_bytes": WIDTH * WIDTH * 4}  # a parameter a bucket
+        step(*boost("simulated", options, name="adafactor"))
+    return seen
+
+
+def test_what_is_sent_stays_until_it_is_summed_also_by_a_rank_that_owns_nothing_of_it(simulated_device):
+    seen = [each for of_rank in run_on_devices(awaited_sums, 2, simulated_device) for each in of_rank]
+    assert {bool(numel) for numel, _ in seen} == {True, False}
+    assert all(waits == ["stream"] for _, waits in seen)
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])

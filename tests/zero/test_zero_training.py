@@ -110,7 +110,6 @@ def never_syncs(run):
 
 
 def test_a_step_averages_over_replicas_what_the_only_backward_did_not():
-    """After which everything is laid out again."""
     assert_same_loop(never_syncs, training("adamw", build=RIGHT_FIRST), Setting(LowLevelZeroPlugin, REPLICATED, 4))
 
 
@@ -349,6 +348,38 @@ def test_odd_parameters_train_as_in_one_process(variant):
     case = Case(build=Odd, batch=odd_tokens, loss=total, optimizer=decaying, max_norm=None)
     first, second = assert_parity(case, VARIANTS[variant], tell=buffers_of)
     assert_same_tensors(first, second, EXACT)
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(self.norm(x))
+
+
+def rows_of(step, rank):
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def statistics(plugin):
+    booster, net = Booster("cpu", plugin=plugin), Normalized()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for number in range(3):
+        booster.backward(model(rows_of(number, dist.get_rank())).square().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+
+@pytest.mark.parametrize("plugin", [LowLevelZeroPlugin(), LowLevelZeroPlugin(stage=2, max_norm=1.0)])
+def test_statistics_that_forward_keeps_are_those_of_the_first_rank_everywhere(plugin):
+    alone = Normalized()
+    for number in range(3):
+        alone(rows_of(number, 0))
+    for found in run_on_ranks(statistics, 2, plugin):
+        assert_same_tensors(found, dict(alone.named_buffers()), EXACT)
 
 
 def strict_about_unused():

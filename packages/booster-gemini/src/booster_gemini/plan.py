@@ -314,7 +314,7 @@ class Schedule:
         Raises:
             BudgetError: If the budget can't hold what was in use at once.
         """
-        # Blocks may have been given up meanwhile, as when everything is laid out again after the first backward.
+        # Blocks may have been given up meanwhile, as when an optimizer lists parameters that had other chunks.
         events = [event for event in self._events if event.key is None or event.key in sizes]
         self._events = []
         self.is_settled = [event[:2] for event in events] == [event[:2] for event in self._expected]

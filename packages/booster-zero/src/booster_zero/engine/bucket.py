@@ -768,10 +768,15 @@ class Bucket:
         """Start adding to a gradient on the host: its copy begins as soon as the sum is there, and backward goes on."""
         num_bytes = self.numel * self.format.master.itemsize
         self.memory.reserve(num_bytes)
-        with self.memory.copy_stream(self.format.device, up=False).after_compute():
+        stream = self.memory.copy_stream(self.format.device, up=False)
+        with stream.after_compute():
             staged = torch.empty(self.numel, dtype=self.format.master, device=self.format.device)
             collectives.reduce_scatter(source, self.plan.bounds, staged, self.ranks.shard_group, scale=scale).wait()
-            written = self.memory.write(buffer, staged, accumulate=not is_first) if self.numel else Pending()
+            if self.numel:
+                written = self.memory.write(buffer, staged, accumulate=not is_first)
+            else:  # the sum of the others' slices still reads what this rank sends
+                summed = stream.record()
+                written = Pending(finish=None if summed is None else summed.wait)
         return Pending([written], lambda: self.memory.free(num_bytes), keep=source)
 
     # ---- steps

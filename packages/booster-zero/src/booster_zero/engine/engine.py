@@ -263,7 +263,7 @@ class ShardedEngine:
         """Bring all gradients into the shards, and agree on which parameters were used.
 
         Raises:
-            ConfigError: As `hear`, which a step calls at its end where this does not.
+            ConfigError: As `hear`, about a backward that no step came after. A step hears before it changes anything.
 
         Collective: every rank of the world.
         """
@@ -294,23 +294,25 @@ class ShardedEngine:
         flagged = RaisedAnywhere(flags, self.device, self.ranks.holders)
         self.layout.average_over_replicas()
         self._told = _Told(flagged, indices, len(note), len(uses))
-        # What all of this rank's backward has used is used. Else the answer takes as long as the slowest rank.
-        found = dict.fromkeys(indices, True) if all(used_here) else self.hear()
+        # What all of this rank's backward has used is used. Else the answer takes as long as the slowest rank. Errors
+        # are left to `hear`: ranks of which some wait here, and some do not, have not come to one place.
+        answer: Sequence[int] = used_here if all(used_here) else flagged.wait()
+        found = {index: bool(is_used) for index, is_used in zip(indices, answer, strict=False)}
         self.reducer.unused_anywhere = {index for index, is_used in found.items() if not is_used}
         self.used_anywhere = self.join_copies(found)
         self.reducer.show_used({index for index, is_used in self.used_anywhere.items() if is_used})
         self.layout.note_used(self.used_anywhere)
 
-    def hear(self) -> dict[int, bool]:
-        """Wait for what ranks have told each other in `settle`, if anything, and return which parameters were used.
+    def hear(self) -> None:
+        """Wait for what ranks have told each other in `settle`, if anything that was not heard.
 
         Raises:
             ConfigError: If ranks differ in what they must have alike.
 
-        Collective: none, unless ranks differ.
+        Collective: every rank of the world, if ranks differ; else none.
         """
         if self._told is None:
-            return {}
+            return
         told, self._told = self._told, None
         anywhere, indices = told.flags.wait(), told.indices
         of_settings, of_uses = len(indices) + told.num_note, len(indices) + told.num_note + told.num_uses
@@ -321,7 +323,6 @@ class ShardedEngine:
             names = (self.names[index] for index in indices)
             self.scaling.settings.check(anywhere[len(indices) : of_settings], names, self.context)
         self.gatherer.check_uses(anywhere[of_settings:of_uses])
-        return {index: bool(is_used) for index, is_used in zip(indices, anywhere, strict=False)}
 
     def _leave_out_dropped(self) -> None:
         """Leave parameters as they are whose gradient a script has dropped."""

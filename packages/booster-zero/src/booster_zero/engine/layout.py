@@ -197,12 +197,15 @@ class Layout:
 
     def _replace(self, bucket: Bucket) -> list[Bucket]:
         """Move what a bucket has to new ones, one for each format that its parameters have now, and return these."""
-        with bucket.in_use(changes=False):
+        stays = bucket.keep is Keep.ALWAYS
+        with bucket.in_use(changes=stays):
+            if stays:  # the script may have written to parameters since the last step adopted that
+                bucket.take_working_values()
             values = self._gathered(bucket, bucket.values)
             has_gradient = bucket.has_gradient and bucket.gradient is not None
             gradient = self._gathered(bucket, bucket.make_gradient()) if has_gradient else None
         # On every rank whole, as the parameters are, it stays where it is.
-        is_whole = bucket.keep is Keep.ALWAYS and not bucket.has_masters
+        is_whole = stays and not bucket.has_masters
         followers = [] if is_whole else [each for each in (found() for found in self.followers) if each is not None]
         followed = [self._gathered(bucket, self._given(bucket, each)) for each in followers]
         bucket.free()

@@ -224,24 +224,14 @@ class Memory:
 
     def _write_down(self, buffer: FlatBuffer, values: Tensor, *, accumulate: bool) -> Pending:
         stream = self.copy_stream(values.device, up=False)
-        if self.moves:
-            self.fetch(buffer).wait()
         with stream.after_compute():  # and after earlier copies into the buffer
             if accumulate:
                 values.add_(buffer.tensor.to(values.device, non_blocking=True))
             buffer.tensor.copy_(values, non_blocking=True)
             copied = stream.record()
-        if not self.moves:
-            buffer.note_arrival(copied)
-            # The memory of `values` is used again by what is computed after the copy.
-            return Pending(finish=None if copied is None else copied.wait, keep=values)
-
-        def finish() -> None:
-            if copied is not None:
-                copied.synchronize()
-            self.release(buffer, changed=True)
-
-        return Pending(finish=finish, keep=values)
+        buffer.note_arrival(copied)
+        # The memory of `values` is used again by what is computed after the copy.
+        return Pending(finish=None if copied is None else copied.wait, keep=values)
 
     def note_arrival(self, buffer: FlatBuffer, event: torch.Event | None) -> None:
         """Let the next use of a buffer on a device, which is in use, come after a copy."""

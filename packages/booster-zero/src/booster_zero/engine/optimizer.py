@@ -251,7 +251,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """Step the optimizer inside on this rank's pieces, then share them.
 
         Raises:
-            ConfigError: If a parameter was given other memory since it was laid out.
+            ConfigError: If a parameter was given other memory since it was laid out, or ranks differ in what they must
+                have alike.
             GradientError: If a script has assigned ``parameter.grad``.
             OffloadError: On every rank, if state could not be read or written on one.
 
@@ -265,6 +266,7 @@ class ShardedOptimizer(OptimizerWrapper):
             result = self._step_with(closure)
         else:
             self.settle()
+            engine.hear()
             self.reducer.check_assigned()
             try:
                 result = self._step_pieces(published)
@@ -274,7 +276,6 @@ class ShardedOptimizer(OptimizerWrapper):
                 error = caught
             if engine.memory.moves:
                 engine.raise_together(error)
-        engine.hear()
         engine.send_buffers()
         for bucket in self.buckets():
             if engine.is_used(bucket) and bucket not in published:
@@ -339,6 +340,7 @@ class ShardedOptimizer(OptimizerWrapper):
                 stack.close()
                 loss = closure()
                 self.settle()
+                self.engine.hear()
                 self.reducer.check_assigned()
                 self._clip_as_configured()
                 for bucket in self.buckets():
