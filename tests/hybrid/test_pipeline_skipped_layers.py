@@ -111,40 +111,6 @@ def test_received_activations_that_are_not_used_are_named_on_every_rank():
     expect_on_ranks(ConfigError, message, skip_on_one_stage, 2, 1, (3,))
 
 
-class Optional(nn.Module):
-    """A model whose layers are given nothing where it is told so."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(OnOptional() for _ in range(4))
-        self.gives = True
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x if self.gives else None)
-        return x
-
-
-class OnOptional(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x=None):
-        return self.linear(torch.ones(2, 4) if x is None else x)
-
-
-def send_nothing():
-    booster, model, optimizer = boosted(Optional())
-    model.unwrap().gives = False
-    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, own_loss, optimizer)
-
-
-def test_a_stage_without_a_tensor_to_send_raises_on_every_rank():
-    message = r"Stage 0 .* has no tensor to send as argument 'x' of layer 'layers\.2'"
-    expect_on_ranks(ConfigError, message, send_nothing, 2)
-
-
 class Choosing(Skipping):
     """Calls its last layer only where it is told to, which the dry run does not see."""
 

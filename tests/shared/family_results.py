@@ -72,8 +72,9 @@ _VISION = """## Vision-language models
 
 Tiny models that read images, each trained on batches with images, of text alone, and of both: then one data parallel
 rank has images and the other has none, or one microbatch of a pipeline. The language model is split; the tower of the
-images stays whole, unless transformers' plan splits it, too. `boost` is given an `example_batch` with images, and a
-pipeline whose images are rows of patches a [`split_batch`](plugins/hybrid.md). [All cells](tables/vision.csv).
+images stays whole, unless transformers' plan splits it, too. `boost` is given an `example_batch` with images, as a
+pipeline needs it where any batch has some, and a pipeline whose images are rows of patches a
+[`split_batch`](plugins/hybrid.md). [All cells](tables/vision.csv).
 """
 
 

@@ -597,9 +597,17 @@ class StagedModel:
         return args, kwargs
 
     def _carried(self, stage: StageRange, arguments: Mapping[str, Any]) -> Collection[str]:
-        """Return which arguments of a stage's first layer, given by path, it has received."""
-        del arguments
-        return self.needs.crossings[stage.index].carried
+        """Return which arguments of a stage's first layer, given by path, it has received.
+
+        Raises:
+            ConfigError: If the stage before had no tensor to send as one of them where the model's code has one here.
+        """
+        carried = self.needs.crossings[stage.index].carried
+        for path in carried:
+            if path not in self._received and isinstance(arguments.get(path), torch.Tensor):
+                what = f"argument '{path}' of layer '{self.layer(stage.first).name}'"
+                raise self._without_tensor(stage.index - 1, what)
+        return [path for path in carried if path in self._received]
 
     def enter_layer(self, position: int) -> None:
         """Let a layer that is run draw from its stream; streams of ranks that share it out come inside of this one."""
@@ -661,15 +669,24 @@ class StagedModel:
     def _payload(self, stage: StageRange, layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return what the next stage gets: arguments of its first layer, and what else it needs.
 
+        Nothing stands for an argument that is no tensor for this batch, and for what a module would return that the
+        model's code does not call for it, as for a batch without images. The next stage runs the same code: what it
+        has there all the same is absent, and raises where it is read.
+
         Raises:
             AbsentValueError: If the stage itself has not got some of it.
             ConfigError: If some of it is not there, or was changed in place since a module returned it.
         """
         crossing = self.needs.crossings[stage.index + 1]
         found: dict[str, tuple[str, Any]] = {
-            name: (f"argument '{name}' of layer '{layer.name}'", arguments.get(name)) for name in crossing.carried
+            name: (f"argument '{name}' of layer '{layer.name}'", arguments[name])
+            for name in crossing.carried
+            if isinstance(arguments.get(name), torch.Tensor)
         }
         for extra in crossing.extras:
+            is_outside = not self._layers.intersection(prefixes(extra.module))
+            if is_outside and self._num_returns[extra.module] <= extra.call:
+                continue
             what = f"what module '{extra.module}' returns"
             value, version = self._made.get(extra.name, (self._received.get(extra.name), 0))
             if isinstance(value, torch.Tensor) and extra.name in self._made and value._version != version:  # noqa: SLF001 - torch tells it nowhere else
@@ -682,16 +699,18 @@ class StagedModel:
             found[extra.name] = (what, value)
         for what, value in found.values():
             if not isinstance(value, torch.Tensor):
-                msg = (
-                    f"{self._shown(stage)} has no tensor to send as {what}, which was one in the dry run at `boost`; "
-                    f"it is `{type(value).__name__}` now. Pass an `example_batch` like the batches that are run, or "
-                    "use `pp_size=1`."
-                )
-                raise ConfigError(msg)
+                raise self._without_tensor(stage.index, what)
             if is_absent(value):
                 refuse(f"sending {what} to stage {stage.index + 1}", value)
             check_sendable(value, what)
         return {name: value for name, (_, value) in found.items()}
+
+    def _without_tensor(self, stage: int, what: str) -> ConfigError:
+        """Return the error of a stage that can't send what it sent in the dry run."""
+        return ConfigError(
+            f"Stage {stage} of {type(self.model).__name__} has no tensor to send as {what}, which was one in the dry "
+            "run at `boost`. Pass an `example_batch` like the batches that are run, or use `pp_size=1`."
+        )
 
     def _shown(self, stage: StageRange) -> str:
         first, last = self.layer(stage.first).name, self.layer(stage.last - 1).name
