@@ -141,6 +141,7 @@ def all_cases() -> dict[str, Case]:
         checkpoint_speed,
         commands,
         communicators,
+        faults,
         features,
         memory,
         offload,
@@ -163,6 +164,7 @@ def all_cases() -> dict[str, Case]:
         streams.CASES,
         offload.CASES,
         saves.CASES,
+        faults.CASES,
         precision.CASES,
         features.CASES,
         sanitizer.CASES,
@@ -172,6 +174,7 @@ def all_cases() -> dict[str, Case]:
         training.CASES,
         # Timed ones come last, the most important first: what the time does not reach is left out.
         speed.FIRST,
+        speed.OF_EIGHT,
         offload_speed.CASES,
         checkpoint_speed.CASES,
         two_ranks.MEMORY,

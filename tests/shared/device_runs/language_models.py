@@ -64,8 +64,9 @@ SIZES = {
     "500M": Size(_config(1536, 16, 4096, (16, 8), 32000), 8, 1024),
     "1B": Size(_config(2048, 16, 8192, (32, 8), 32000), 8, 1024),
     "3B": Size(_config(3072, 28, 8192, (24, 8), 32000), 2, 1024),
+    "8B": Size(_config(4096, 32, 14336, (32, 8), 32000), 2, 1024),
 }
-"""1B and 3B are those of Llama 3.2 with 32,000 tokens, and embedding and head of their own."""
+"""1B and 3B are those of Llama 3.2, and 8B that of 3.1, with 32,000 tokens, and embedding and head of their own."""
 
 
 def size_of(setting: Setting, name: str) -> Size:

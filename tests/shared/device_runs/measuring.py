@@ -177,12 +177,25 @@ class Peak:
         self._setting, self._module = setting, setting.module
         forget(setting)
         self._before = self._module.memory_allocated()
+        self._reserved_before = self._module.memory_reserved()
+        self._module.reset_peak_memory_stats()
+
+    def restart(self) -> None:
+        """Return free memory to the device, and look for the most from now on."""
+        forget(self._setting)
         self._module.reset_peak_memory_stats()
 
     @property
     def num_bytes(self) -> int:
         """Bytes, so far."""
         return int(self._module.max_memory_allocated()) - self._before
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The most that torch's allocator held, so far; what it holds now on the simulated accelerator."""
+        module = self._module
+        held = module.max_memory_reserved() if self._setting.is_real else module.memory_reserved()
+        return int(held) - self._reserved_before
 
     @property
     def remaining(self) -> int:

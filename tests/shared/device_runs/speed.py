@@ -1,5 +1,7 @@
 """How fast plugins train with one rank, which has nothing to send: against a plain loop, and other FSDPs against it.
 
+The same for one rank of eight, whose others are not there, against ``fully_shard``: what sharding costs a rank itself.
+
 Every contender trains the same model in pure bf16 by the same optimizer, so that all do the same arithmetic, but for
 the cases about fp32 masters.
 """
@@ -29,6 +31,7 @@ from device_runs.language_models import (
     size_of,
 )
 from device_runs.measuring import Clock, Peak, Results, device_work, forget, in_turns, synchronize, turn
+from device_runs.one_of_many import one_of_many
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,11 +79,18 @@ def rates(setting: Setting) -> Sequence[Figure]:
 
 
 def one_rank(
-    setting: Setting, *, size: str, contenders: Sequence[str], bar: float | None, seconds: float, each: float
+    setting: Setting,
+    *,
+    size: str,
+    contenders: Sequence[str],
+    bar: float | None,
+    seconds: float,
+    each: float,
+    yardstick: str = PLAIN,
 ) -> Sequence[Figure]:
-    """Measure each contender against the plain loop: steps in turns, memory, kernels, and the host's own time.
+    """Measure each contender against a yardstick: steps in turns, memory, kernels, and the host's own time.
 
-    Only the plain loop and one contender are there at a time.
+    Only the yardstick and one contender are there at a time.
 
     Args:
         setting: The device.
@@ -89,34 +99,52 @@ def one_rank(
         bar: For a step of ours.
         seconds: Of all of it; what has not begun by then is left out.
         each: Seconds of the rounds of each contender.
+        yardstick: The plain loop, or as for `make_step`.
     """
     results = Results(Clock(setting, seconds))
     measured = size_of(setting, size)
     label = f"Llama {size}, bf16, {measured.samples} x {measured.length} tokens"
-    plain = _Contender(setting, "plain", measured)
-    results.figures += plain.alone(f"{PLAIN}, {label}", in_turns(setting, {"": plain.step}, each / 4)[""])
+    if setting.world_size > 1:
+        label += f", one rank of {setting.world_size}"
+    other = _Contender(setting, "plain" if yardstick == PLAIN else yardstick, measured)
+    results.figures += other.alone(f"{yardstick}, {label}", in_turns(setting, {"": other.step}, each / 4)[""])
     for name, attempt in results.attempts(contenders):
         memory = Peak(setting)
         with attempt:
-            results.figures += _against_plain(setting, name, measured, plain, f"{name}, {label}", bar, each)
+            results.figures += _against(setting, name, measured, yardstick, other, f"{name}, {label}", bar, each)
         left_bytes = memory.remaining
         if left_bytes > _LEAK_BYTES:
             results.figures.append(Figure(f"memory that {name} leaves behind, {label}", [left_bytes], unit="B"))
     return results.end()
 
 
-def _against_plain(
-    setting: Setting, name: str, size: Size, plain: _Contender, what: str, bar: float | None, seconds: float
+def one_of_eight(setting: Setting, **options: Any) -> Sequence[Figure]:
+    """Measure what `one_rank` does, for a rank of eight whose others are not there, against ``fully_shard``."""
+    with one_of_many(setting, 8) as ranked:
+        return one_rank(ranked, yardstick=FULLY_SHARD, bar=None, **options)
+
+
+def _against(
+    setting: Setting,
+    name: str,
+    size: Size,
+    yardstick: str,
+    other: _Contender,
+    what: str,
+    bar: float | None,
+    seconds: float,
 ) -> list[Figure]:
-    theirs = _Contender(setting, name, size)
-    times = in_turns(setting, {"ours": theirs.step, "plain": plain.step}, seconds)
-    host = in_turns(setting, {"ours": theirs.short_step, "plain": plain.short_step}, seconds / 8)
-    is_ours = name in CONTENDERS
+    ours = _Contender(setting, name, size)
+    times = in_turns(setting, {"ours": ours.step, "other": other.step}, seconds)
+    host = in_turns(setting, {"ours": ours.short_step, "other": other.short_step}, seconds / 8)
+    host_time = f"step with {_HOST_TOKENS} tokens, the host's time, of {what}"
     return [
-        Figure(f"step of {what}", times["ours"], PLAIN, times["plain"], bar=bar if is_ours else None),
-        Figure(f"peak memory of {what}", [theirs.peak], PLAIN, [plain.peak], "B"),
-        Figure(f"step with {_HOST_TOKENS} tokens, the host's time, of {what}", host["ours"], PLAIN, host["plain"]),
-        *theirs.alone(what, times["ours"]),
+        Figure(f"step of {what}", times["ours"], yardstick, times["other"], bar=bar if name in CONTENDERS else None),
+        Figure(f"peak memory of {what}", [ours.peak], yardstick, [other.peak], "B"),
+        Figure(f"peak memory of a later step of {what}", [ours.later_peak], yardstick, [other.later_peak], "B"),
+        Figure(f"memory reserved in a later step of {what}", [ours.reserved], yardstick, [other.reserved], "B"),
+        Figure(host_time, host["ours"], yardstick, host["other"]),
+        *ours.alone(what, times["ours"]),
     ]
 
 
@@ -130,6 +158,8 @@ class _Contender:
 
     Attributes:
         peak: Most bytes of device memory since before the model was made, in the first steps.
+        later_peak: The same in a step after these.
+        reserved: Most bytes that torch's allocator holds in that step, which begins with none that are free.
         work: What a step does on the device.
     """
 
@@ -137,7 +167,7 @@ class _Contender:
         memory = Peak(setting)
         model = make_llama(setting, size)
         self._tokens, self._flops = size.tokens, count_flops(model, size)
-        self._is_real = setting.is_real
+        self._setting = setting
         train = make_step(setting, name, model)
         self.step = partial(train, make_batch(setting, size))
         self.short_step = partial(train, make_batch(setting, size, 1, _HOST_TOKENS))
@@ -145,16 +175,17 @@ class _Contender:
             self.step()
         synchronize(setting)
         self.peak = memory.num_bytes
+        memory.restart()
+        self.step()
+        synchronize(setting)
+        self.later_peak, self.reserved = memory.num_bytes, memory.reserved_bytes
         self.work = device_work(setting, self.step)
         self.short_step()
 
     def alone(self, what: str, times: Sequence[float]) -> list[Figure]:
         """Return the figures that are not compared with anything."""
         figures = [Figure(f"speed of {what}", [self._tokens / each for each in times], unit="tokens/s")]
-        peak = peak_flops() if self._is_real else None
-        if peak:
-            mfu = [self._flops / each / peak for each in times]
-            figures.append(Figure(f"model FLOPs utilization of {what}, of {peak / 1e12:.0f} TFLOP/s", mfu, unit=""))
+        figures += _utilization(self._setting, self._flops, what, times)
         if self.work is not None:
             figures += [
                 Figure(f"kernels and copies of a step of {what}", [self.work.kernels], unit=""),
@@ -162,6 +193,14 @@ class _Contender:
                 Figure(f"waits of the host for the device in a step of {what}", [self.work.waits], unit=""),
             ]
         return figures
+
+
+def _utilization(setting: Setting, flops: float, what: str, times: Sequence[float]) -> list[Figure]:
+    peak = peak_flops() if setting.is_real else None
+    if not peak:
+        return []
+    mfu = [flops / each / peak for each in times]
+    return [Figure(f"model FLOPs utilization of {what}, of {peak / 1e12:.0f} TFLOP/s", mfu, unit="")]
 
 
 class _Sums(nn.Module):
@@ -222,25 +261,28 @@ def many_parameters(setting: Setting, *, contenders: Sequence[str], seconds: flo
     return results.end()
 
 
-def compiled(setting: Setting, *, contenders: Sequence[str], seconds: float, each: float) -> Sequence[Figure]:
+def compiled(
+    setting: Setting, *, contenders: Sequence[str], seconds: float, each: float, size: str = "110M"
+) -> Sequence[Figure]:
     """Measure a step with compiled layers against the same without, and how long compiling takes."""
     results = Results(Clock(setting, seconds))
     for name, attempt in results.attempts(contenders):
         with attempt:
-            results.figures += _with_compiled_layers(setting, name, each)
+            results.figures += _with_compiled_layers(setting, name, each, size)
         torch.compiler.reset()
         forget(setting)
     return results.end()
 
 
-def _with_compiled_layers(setting: Setting, name: str, seconds: float) -> list[Figure]:
-    size = size_of(setting, "110M")
+def _with_compiled_layers(setting: Setting, name: str, seconds: float, size_name: str) -> list[Figure]:
+    size = size_of(setting, size_name)
     batch = make_batch(setting, size)
     # The simulated accelerator has no fused attention for the compiler, and nothing that Inductor could write code for.
     backend, attention = ("inductor", ATTENTION) if setting.is_real else ("eager", "eager")
     steps, first = {}, {}
     for way in ("eager", "compiled"):
         model = make_llama(setting, size, attention=attention)
+        flops = count_flops(model, size)
         if way == "compiled":
             for layer in model.model.layers:
                 layer.compile(backend=backend)
@@ -249,8 +291,9 @@ def _with_compiled_layers(setting: Setting, name: str, seconds: float) -> list[F
         for _ in range(_WARM):
             steps[way]()
     times = in_turns(setting, steps, seconds)
-    what = f"{name} with compiled layers, Llama 110M, bf16"
+    what = f"{name} with compiled layers, Llama {size_name}, bf16"
     return [
+        *_utilization(setting, flops, what, times["compiled"]),
         Figure(f"step of {what}", times["compiled"], "the same without", times["eager"]),
         Figure(f"first step, which compiles what no contender before has, of {what}", [first["compiled"]]),
     ]
@@ -341,6 +384,17 @@ FIRST = [
         is_timed=True,
     ),
 ]
+OF_EIGHT = [
+    Case(
+        f"speed: one rank of 8, Llama {size}",
+        one_of_eight,
+        {"size": size, "contenders": (*contenders, TRANSFORMERS), "seconds": 70, "each": 2.0},
+        seconds=110,
+        is_timed=True,
+    )
+    # DDP and hybrid keep all of 8B on each rank, which is more than most cards hold.
+    for size, contenders in (("1B", OURS), ("8B", ("fsdp", "gemini", "zero 2", "zero 1")))
+]
 LATER = [
     Case(
         "speed: one rank, 10,000 parameters",
@@ -379,6 +433,13 @@ LATER = [
         compiled,
         {"contenders": ("plain", "zero 1", "gemini", "fsdp"), "seconds": 30, "each": 1.0},
         seconds=100,
+        is_timed=True,
+    ),
+    Case(
+        "speed: compiled layers, Llama 1B",
+        compiled,
+        {"contenders": ("plain", *OURS), "seconds": 60, "each": 1.5, "size": "1B"},
+        seconds=120,
         is_timed=True,
     ),
     Case(

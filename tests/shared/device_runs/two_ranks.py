@@ -18,6 +18,8 @@ import torch.distributed as dist
 import booster_core
 from booster_testing.compare import DTYPES
 from device_runs.cases import Case, Figure
+from device_runs.language_models import boosted_step, make_batch, make_llama, make_optimizer, make_plugin, size_of
+from device_runs.measuring import forget
 from device_runs.runner import free_port
 from device_runs.training import alone, train
 
@@ -463,6 +465,35 @@ def memory(setting: Setting, *, engine: str) -> Sequence[Figure]:
     return figures
 
 
+def split_between_blocks(setting: Setting) -> Sequence[Figure]:
+    """Measure what forward keeps for backward with sequences split between blocks, against tensor parallelism alone."""
+    size = size_of(setting, "500M")
+    batch = make_batch(setting, size)
+    kept, losses = [], []
+    for is_split in (True, False):
+        model = make_llama(setting, size)
+        booster = booster_core.Booster(
+            setting.device, "pure-bf16", make_plugin("hybrid", tp_size=2, sequence_parallel=is_split)
+        )
+        model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+        step = boosted_step(booster, model, optimizer)
+        for _ in range(2):
+            step(batch)
+        setting.module.synchronize()
+        before = setting.module.memory_allocated()
+        loss = model(**batch).loss
+        setting.module.synchronize()
+        kept.append(setting.module.memory_allocated() - before)
+        losses.append(float(loss.detach()))
+        booster.backward(loss, optimizer)
+        del model, optimizer, step, loss
+        forget(setting)
+    assert abs(losses[0] - losses[1]) <= 2**-6 * abs(losses[1]), losses
+    assert kept[0] < kept[1], kept
+    what = "kept for backward with sequences split between blocks, Llama 500M, 2 ranks"
+    return [Figure(what, [kept[0]], "tensor parallel alone", [kept[1]], "B", bar=0.9)]
+
+
 def _engine(setting: Setting, engine: str, make_model: Callable[[], Any]) -> Callable[[dict[str, Tensor]], None]:
     torch.manual_seed(0)
     plugin, options = {
@@ -518,6 +549,9 @@ CASES = [
     *(Case(f"one of two ranks {how}", fail, {"how": how}, ranks=2, seconds=90) for how in ("raises", "exits")),
 ]
 MEMORY = [
-    Case(f"memory of a Llama of 300M, {engine}, 2 ranks", memory, {"engine": engine}, ranks=2, is_timed=True)
-    for engine in ENGINES
+    *(
+        Case(f"memory of a Llama of 300M, {engine}, 2 ranks", memory, {"engine": engine}, ranks=2, is_timed=True)
+        for engine in ENGINES
+    ),
+    Case("memory of sequences split between blocks, 2 ranks", split_between_blocks, ranks=2, is_timed=True),
 ]
