@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from booster_core.log import ANY_RANK, log
 from booster_core.ranks import current_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_LOGGER = logging.getLogger("booster.tools")
 
 
 class MemorySnapshots:
@@ -71,7 +69,7 @@ def memory_snapshots(folder: str | Path, *, max_entries: int = 100_000) -> Itera
     snapshots = MemorySnapshots(Path(folder), recorder)
     if recorder is None:
         where = "the CPU" if device is None else f"devices of type '{device.type}'"
-        _LOGGER.warning("`memory_snapshots` records nothing: torch has no record of the allocations of %s.", where)
+        log.warning("`memory_snapshots` records nothing: torch has no record of the allocations of %s.", where)
         yield snapshots
         return
     recorder._record_memory_history(max_entries=max_entries)  # noqa: SLF001 - as above
@@ -79,7 +77,7 @@ def memory_snapshots(folder: str | Path, *, max_entries: int = 100_000) -> Itera
         yield snapshots
     except torch.OutOfMemoryError:  # its traceback still holds what the failed call had
         path = snapshots.write("oom")
-        _LOGGER.warning("Out of memory: %s says who holds it; open it at pytorch.org/memory_viz.", path)
+        log.warning("Out of memory: %s says who holds it: see pytorch.org/memory_viz.", path, extra=ANY_RANK)
         raise
     finally:
         recorder._record_memory_history(enabled=None)  # noqa: SLF001 - as above
