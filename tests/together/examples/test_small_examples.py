@@ -171,6 +171,20 @@ def test_cluster_files_start_an_example_with_its_arguments():
     roles = job["spec"]["pytorchReplicaSpecs"]
     commands = {tuple(role["template"]["spec"]["containers"][0]["command"]) for role in roles.values()}
     assert commands == {("python", *command)}
+    runtime, trained = yaml.safe_load_all((EXAMPLES / "clusters" / "pretrain_trainjob.yaml").read_text())
+    assert trained["spec"]["runtimeRef"] == {
+        "apiGroup": runtime["apiVersion"].split("/")[0],
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
+    assert trained["spec"]["trainer"]["command"] == ["torchrun", *command]
+    task = yaml.safe_load((EXAMPLES / "clusters" / "pretrain.sky.yaml").read_text())
+    assert set(re.findall(r"packages/\S+", task["setup"])) == {
+        f"packages/booster-{name}" for name in ("core", "runtime", "checkpoint", "zero")
+    }
+    (target,) = task["file_mounts"]
+    assert " ".join(command) + f" --root {target}/" in task["run"]
+    subprocess.run(["bash", "-n", "-c", task["run"]], check=True)
     assert (ROOT / command[0]).exists()
 
 

@@ -10,6 +10,7 @@ from booster_tools.tracking.mlflow import MLflow
 from booster_tools.tracking.progress import ProgressBar
 from booster_tools.tracking.run import TrackedRun, track
 from booster_tools.tracking.run_services import Trackio, WeightsAndBiases
+from booster_tools.tracking.snapshots import MemorySnapshots, memory_snapshots
 from booster_tools.tracking.tensorboard import TensorBoard
 from booster_tools.tracking.throughput import Throughput
 
@@ -17,6 +18,7 @@ __all__ = [
     "GradientNorm",
     "JsonLines",
     "MLflow",
+    "MemorySnapshots",
     "MemoryTimeline",
     "Meter",
     "ProgressBar",
@@ -26,6 +28,7 @@ __all__ = [
     "Tracker",
     "Trackio",
     "WeightsAndBiases",
+    "memory_snapshots",
     "read_json_lines",
     "track",
     "watch_memory",
