@@ -388,8 +388,8 @@ OF_EIGHT = [
     Case(
         f"speed: one rank of 8, Llama {size}",
         one_of_eight,
-        {"size": size, "contenders": (*contenders, TRANSFORMERS), "seconds": 70, "each": 2.0},
-        seconds=110,
+        {"size": size, "contenders": (*contenders, TRANSFORMERS), "seconds": 35, "each": 1.0},
+        seconds=70,
         is_timed=True,
     )
     # DDP and hybrid keep all of 8B on each rank, which is more than most cards hold.
