@@ -5,12 +5,11 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_tools.planning.recorder import StepRecorder
-from booster_tools.planning.stages import Messages
 
 
 @pytest.fixture
 def planned():
-    return StepRecorder(Messages(0, {}, lambda *_: pytest.fail("nothing is sent")), computes=False)
+    return StepRecorder(computes=False, is_alone=True)
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from booster_runtime.memory import has_values
 from booster_testing import run_on_ranks
 from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 from booster_tools.planning import TrainingStep, measure, shares_of, simulate
-from booster_tools.planning.recorder import counted, recorded
-from booster_tools.planning.stages import Messages
-from booster_tools.planning.world import planned_world, planning
+from booster_tools.planning.recorder import recorded
+from booster_tools.planning.world import planned_world
 
 WIDTH = 256
 NUM_PARAMETERS = 2 * WIDTH * WIDTH + 2 * WIDTH
@@ -49,7 +48,7 @@ def training(make=build, **options):
 
 
 def predict(make, world_size, rank=0, plugin_class=ReferencePlugin, **options):
-    return simulate(training(make, **options), plugin_class(), world_size, rank)[rank]
+    return simulate(training(make, **options), plugin_class(), world_size, rank)
 
 
 def measured(mixed_precision):
@@ -113,12 +112,12 @@ def test_a_pipeline_of_one_stage_is_planned():
     assert found.flops == plain.flops
 
 
-def communicate(messages=None):
+def communicate(*, is_alone=False):
     """Use each collective once, with the same values on both ranks; return the traffic and the results."""
     rank = dist.get_rank()
     values = torch.arange(8, dtype=torch.float32)
     halves = [0, 4, 8]
-    with recorded(messages, computes=False) as recorder:
+    with recorded(computes=False, is_alone=is_alone) as recorder:
         collectives.all_gather_object("the first call chooses a transport")
         recorder.start_step()
         added, gathered, exchanged = torch.ones(4), values.clone(), torch.zeros(8)
@@ -146,21 +145,11 @@ def communicate(messages=None):
     return traffic
 
 
-def communicate_on_ranks():
-    with counted():
-        return communicate()
-
-
-def expect_no_wait(*_):
-    pytest.fail("collectives of ranks that all do the same wait for no message")
-
-
 def test_planned_collectives_answer_and_count_as_those_of_ranks():
-    found = run_on_ranks(communicate_on_ranks, 2)
+    found = run_on_ranks(communicate, 2)
     for rank in range(2):
-        messages = Messages(rank, {}, expect_no_wait)
-        with planning(), planned_world(2, messages):
-            assert communicate(messages) == found[rank]
+        with planned_world(2, rank):
+            assert communicate(is_alone=True) == found[rank]
     # Whole buffers are 32 bytes, of which half stays; of the parts, two elements are the first rank's, and one is not.
     assert found[0]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 4)
     assert found[1]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 8)
@@ -202,6 +191,6 @@ def test_collectives_of_dtensor_are_counted():
 
 def test_nobody_compares_values_in_a_plan():
     """They are leftovers in memory: Gemini would take them for writes into gathered parameters."""
-    with planning(), planned_world(2, Messages(0, {}, expect_no_wait)):
+    with planned_world(2, 0):
         assert not has_values()
     assert has_values()

@@ -91,7 +91,7 @@ def plan(name: str, size: str) -> int:
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     step = TrainingStep(build=build, share=shares_of(lambda: batch_of(size)), mixed_precision="bf16")
-    return simulate(step, make_plugin(plugin, options), 1)[0].peak_bytes
+    return simulate(step, make_plugin(plugin, options), 1).peak_bytes
 
 
 def measure(setting: Setting, name: str, size: str) -> tuple[int, int]:

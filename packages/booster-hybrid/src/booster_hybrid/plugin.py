@@ -7,8 +7,9 @@ is booster-zero's.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -42,6 +43,8 @@ from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
 from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer
+from booster_hybrid.pipeline.microbatches import cut_batch
+from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
@@ -302,10 +305,46 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """Return whether the model is cut into stages."""
         return getattr(boosted_inside(model), "engine", None) is not None
 
-    def rehearsing(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which a pipeline's batches are cut short; ``booster plan`` begins with such ones."""
-        engine = inner.engine if isinstance(inner := boosted_inside(model), HybridModel) else None
-        return contextlib.nullcontext() if engine is None else engine.rehearsing()
+    def without_pipeline(self, world_size: int) -> tuple[HybridParallelPlugin, int] | None:
+        """Return a plugin with the same options but no pipeline, and the number of stages, for ``booster plan``.
+
+        Raises:
+            ConfigError: If stages do something else than their part of it, or the sizes do not divide the world.
+        """
+        pipeline = self.config.pipeline
+        if pipeline.size == 1:
+            return None
+        self._shape(world_size)
+        if self.config.zero is not None and self.config.zero.stage == 3:
+            msg = (
+                "`zero_stage=3` of a pipeline can't be planned: a rank gathers all its parameters for each batch. "
+                "Plan `zero_stage=2`, which holds as much at the peak."
+            )
+            raise ConfigError(msg)
+        if pipeline.checkpoint_ratio is not None:
+            msg = (
+                f"`checkpoint_ratio={pipeline.checkpoint_ratio!r}` can't be planned, as it counts layers of stages. "
+                "Plan with the model's own activation checkpointing, such as `model.gradient_checkpointing_enable()`."
+            )
+            raise ConfigError(msg)
+        whole = copy.copy(self)
+        whole.config = replace(self.config, pipeline=PipelineConfig())
+        whole._has_warned = True  # noqa: SLF001 - that it splits nothing is as asked
+        return whole, pipeline.size
+
+    def microbatches(self, batch: Any) -> list[Any]:
+        """Return the microbatches of a batch."""
+        return cut_batch(batch, self.config.pipeline, self.split_batch)[0]
+
+    def pipeline_costs(self, num_microbatches: int) -> tuple[float, float]:
+        """Return which part of a step a rank waits for others, and the most microbatches that it keeps activations of.
+
+        A stage's activations are those of a chunk, of which each rank has as many as any other.
+        """
+        config = self.config.pipeline
+        schedule = make_schedule(config.style, config.size, num_microbatches, config.num_chunks)
+        most = max(map(schedule.peak_live, range(config.size)))
+        return schedule.idle_share(0), most / config.num_chunks
 
     @contextlib.contextmanager
     def without_values(self) -> Iterator[str | None]:

@@ -11,16 +11,14 @@ import copy
 import gc
 import traceback
 import warnings
-from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from booster_core.errors import BudgetError, ConfigError
 from booster_tools.planning.candidates import check_plannable
 from booster_tools.planning.recorder import recorded
-from booster_tools.planning.stages import Messages
-from booster_tools.planning.world import planned_world, planning
+from booster_tools.planning.world import planned_world
 from booster_tools.rehearsal import built, random_state_kept, without_step_hooks
 from booster_tools.verification.losses import has_stages
 
@@ -136,7 +134,7 @@ def _check(start: int, booster: Booster) -> None:
     if has_stages(booster.plugin):
         msg = (
             f"Plugin '{booster.plugin.name}' has a pipeline: its stages hold micro-batches of each other's. Set "
-            "`microbatch_size` by `booster plan`, which runs all stages."
+            "`microbatch_size` by `booster plan`, which knows the schedule."
         )
         raise ConfigError(msg)
 
@@ -182,13 +180,11 @@ def _train(
     accumulates: bool,
 ) -> None:
     coordinator = booster.context.coordinator
-    messages = Messages(coordinator.rank, defaultdict(list), _refuse_message)
     with contextlib.ExitStack() as stack:
         # Backward runs on this thread, which has the groups.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(planning())
-        stack.enter_context(planned_world(coordinator.world_size, messages, on_host=True))
-        stack.enter_context(recorded(messages, computes=True))
+        stack.enter_context(planned_world(coordinator.world_size, coordinator.rank, on_host=True))
+        stack.enter_context(recorded(computes=True, is_alone=True))
         second = without_step_hooks(booster, _copied(booster.plugin))
         model, optimizer, *others = second.boost(*built(build))
         del others
@@ -232,12 +228,3 @@ def _copied(plugin: Plugin) -> Plugin:
             f"{type(error).__name__}: {error}. Pass options that can be copied."
         )
         raise ConfigError(msg) from error
-
-
-def _refuse_message(rank: int, sender: int, channel: object, number: int) -> NoReturn:
-    del channel, number
-    msg = (
-        f"Rank {rank} waits for a message of rank {sender}, and `find_batch_size` tries each rank alone. Choose the "
-        "size by `booster plan`, which runs both."
-    )
-    raise ConfigError(msg)

@@ -14,13 +14,7 @@ from booster_core.errors import BoosterError, ConfigError
 from booster_core.ranks import NamedCall
 from booster_hybrid.pipeline.itinerary import Itinerary
 from booster_hybrid.pipeline.label_means import LabelMeans, other_mean
-from booster_hybrid.pipeline.microbatches import (
-    count_samples,
-    join_outputs,
-    share_samples,
-    split_batch,
-    split_by_hook,
-)
+from booster_hybrid.pipeline.microbatches import cut_batch, join_outputs
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import Work, make_schedule
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed
@@ -51,8 +45,6 @@ if TYPE_CHECKING:
 
 _MOST_WAIT = 5.0
 """Seconds for which a rank that has failed waits for others to fail alike; they wait for it in a collective else."""
-_REHEARSED = 2
-"""Microbatches of a rehearsed batch: two messages of a kind are what a rank knows the next one's layout from."""
 
 
 class PipelineEngine:
@@ -116,22 +108,6 @@ class PipelineEngine:
         self._num_batches = 0
         self._means_before: ToHost | None = None
         self._has_warned = False
-        self._rehearses = False
-
-    @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Take only the first two microbatches of batches inside, where all have the same size.
-
-        They leave behind what the whole batch would: each reaches every parameter, and optimizer state, buckets and
-        the layouts of messages are the same for any number of microbatches.
-
-        Collective: none; all ranks rehearse the same batches.
-        """
-        self._rehearses = True
-        try:
-            yield
-        finally:
-            self._rehearses = False
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return who does what in a batch of so many microbatches."""
@@ -285,23 +261,10 @@ class PipelineEngine:
 
     def _take(self, batches: Iterator[Any], taken: _Taken) -> None:
         """Take the next batch, and note what this rank finds of it."""
-        config = self._config
         batch = next(batches)
         taken.checksum = checksum_of(batch, self._num_batches)
         batch = move_batch(batch, self._device)
-        count = config.num_microbatches if config.microbatch_size is None else None
-        if config.microbatch_size is None and count is None:
-            count = config.size
-        if self._split_hook is not None:
-            parts, sizes = split_by_hook(self._split_hook, batch, count or config.size)
-        else:
-            sizes = share_samples(count_samples(batch), count, config.microbatch_size)
-            if len(sizes) > 1:
-                self._entries.check(batch, sum(sizes))
-            parts = split_batch(batch, sizes)
-            if self._rehearses and len(set(sizes)) == 1:
-                parts, sizes = parts[:_REHEARSED], sizes[:_REHEARSED]
-        taken.parts, taken.sizes = parts, sizes
+        taken.parts, taken.sizes = cut_batch(batch, self._config, self._split_hook, self._entries.check)
 
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
         if self._has_any(error):
@@ -320,7 +283,7 @@ class PipelineEngine:
 
     def _warn_if_idle(self, schedule: Schedule) -> None:
         size = self._config.size
-        if self._has_warned or self._rehearses or schedule.num_microbatches >= size:
+        if self._has_warned or schedule.num_microbatches >= size:
             return
         self._has_warned = True
         if self._coordinator.rank == 0:

@@ -15,8 +15,38 @@ from booster_runtime.data import fields_of, hides_tensors, leaves_by_path, num_s
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from booster_hybrid.config import PipelineConfig
+
     SplitHook = Callable[[Any, int], Iterable[tuple[Any, int]]]
     """Called with a batch and a number of microbatches; returns each microbatch with its number of samples."""
+
+
+def cut_batch(
+    batch: Any,
+    config: PipelineConfig,
+    hook: SplitHook | None = None,
+    check: Callable[[Any, int], None] | None = None,
+) -> tuple[list[Any], list[int]]:
+    """Return the microbatches of a batch, and their numbers of samples.
+
+    Args:
+        batch: As its data loader yields it, on this rank's device.
+        config: How batches are cut.
+        hook: Splits them in place of `split_batch`.
+        check: Called with a batch that is to be cut, and its number of samples.
+
+    Raises:
+        ConfigError: If it can't be cut.
+    """
+    count = config.num_microbatches if config.microbatch_size is None else None
+    if config.microbatch_size is None and count is None:
+        count = config.size
+    if hook is not None:
+        return split_by_hook(hook, batch, count or config.size)
+    sizes = share_samples(count_samples(batch), count, config.microbatch_size)
+    if check is not None and len(sizes) > 1:
+        check(batch, sum(sizes))
+    return split_batch(batch, sizes), sizes
 
 
 def count_samples(batch: Any) -> int:

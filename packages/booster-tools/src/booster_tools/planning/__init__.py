@@ -1,7 +1,7 @@
 """Predicting memory and communication of a training before there are devices to run it on.
 
 `plan` runs the plugins' own code in one process: `boost`, forward, backward and step, on tensors without values, as one
-rank of a world of any size. It has no formulas for what a plugin does.
+rank of a world of any size. It has no formulas for what a plugin does, but for the stages of a pipeline.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from torch import nn
-
     from booster_core.plugin import Plugin
 
 
@@ -36,11 +34,20 @@ class Offloads(Protocol):
 
 
 @runtime_checkable
-class Rehearses(Protocol):
-    """A plugin that can shorten the batches of the first steps, which a plan takes only to lay out what stays."""
+class HasPipeline(Protocol):
+    """A plugin that can cut models into stages, whose costs are derived from those of the whole model on one of them.
 
-    def rehearsing(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which batches are shortened; they must leave behind what whole batches do."""
+    A plan trains on ``world_size // num_stages`` ranks under the plugin that `without_pipeline` returns.
+    """
+
+    def without_pipeline(self, world_size: int) -> tuple[Plugin, int] | None:
+        """Return a plugin with the same options and no pipeline, and the number of stages; ``None`` if it has none."""
+
+    def microbatches(self, batch: Any) -> list[Any]:
+        """Return the parts into which a batch is cut."""
+
+    def pipeline_costs(self, num_microbatches: int) -> tuple[float, float]:
+        """Return which part of a step a rank waits, and the most microbatches whose activations one keeps."""
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """Communication by `torch.distributed` in a planned run: counted, and answered.
 
-Collectives are answered as if every rank did what this one does, and messages by what their sender has sent in its own
-run. `call_collective` gets the operations that torch dispatches, those of its C++ code included, such as DDP's
+Collectives are answered as if every rank did what this one does; what a message would bring is unknown.
+`call_collective` gets the operations that torch dispatches, those of its C++ code included, such as DDP's
 reductions; `call_functional` those of DTensor.
 """
 
@@ -19,15 +19,13 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_tools.planning.skipping import SMALL_NUMEL
-from booster_tools.planning.stages import Channel, Message, Receive, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
 
     from booster_tools.planning.recorder import StepRecorder
-    from booster_tools.planning.stages import Messages
 
 _ANSWERED_NUMEL = 1 << 16
 """Larger results get no values: nothing that a plan reads is so large."""
@@ -68,30 +66,6 @@ class _Done(Work):
         return future
 
 
-class _Receipt(_Done):
-    """A message on its way, which is there once it is waited for.
-
-    Args:
-        tensor: What it is written into.
-        take: Returns the message.
-        messages: Keeps this object until then.
-    """
-
-    def __init__(self, tensor: Tensor, take: Callable[[], None], messages: Messages) -> None:
-        super().__init__([tensor])
-        self._take: Callable[[], None] | None = take  # which holds the tensor
-        self._messages = messages
-        messages.waiting.add(self)
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Take the message, which must have been sent."""
-        take, self._take = self._take, None
-        if take is not None:
-            self._messages.waiting.remove(self)
-            take()
-        return super().wait(timeout)
-
-
 _recent: deque[_Done] = deque(maxlen=64)
 """Torch's C++ code keeps the operation, but not the Python object that implements it."""
 
@@ -106,7 +80,7 @@ def call_collective(func: Any, args: Any, kwargs: Any, recorder: StepRecorder) -
         recorder: Where it is counted.
 
     Raises:
-        ConfigError: If it receives from any rank, or something else than was sent.
+        ConfigError: If it receives from any rank.
 
     Collective: every rank of the group, if it is run; else none.
     """
@@ -120,16 +94,14 @@ def call_collective(func: Any, args: Any, kwargs: Any, recorder: StepRecorder) -
     kind = _kind_of(name)
     if size > 1:
         recorder.communicate(kind, *_bytes_of(kind, name, given, size, rank))
-    if recorder.messages is None:
+    if not recorder.is_alone:
         return func(*args, **kwargs)
     if name == "recv_any_source_":
         msg = "A rank receives from whichever rank sends first, so that what it receives can't be planned."
         raise ConfigError(msg)
-    if kind in ("send", "receive"):
-        done = _exchange(kind, given, group, recorder, recorder.messages)
-        _recent.append(done)
-        return done.boxed()
     outputs = args[0]
+    if kind == "receive":
+        _receive(outputs, recorder)
     if kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") and name != "allgather_coalesced_":
         _answer(name, kind, given, size, rank)
     done = _Done(_tensors(outputs))
@@ -156,7 +128,7 @@ def call_functional(func: Any, args: Any, kwargs: Any, recorder: StepRecorder) -
     Collective: none.
     """
     name = func._schema.name.split("::")[1]  # noqa: SLF001 - the operation's name
-    is_planned = recorder.messages is not None
+    is_planned = recorder.is_alone
     if name == "wait_tensor":
         waited: Tensor = args[0]
         return waited if is_planned else None
@@ -204,36 +176,13 @@ def _group_of(name: Any) -> ProcessGroup:
     return name if isinstance(name, dist.ProcessGroup) else _resolve_process_group(name)
 
 
-def _exchange(
-    kind: str, given: dict[str, Any], group: ProcessGroup, recorder: StepRecorder, messages: Messages
-) -> _Done:
-    """Send a message, or expect one."""
-    (tensor,) = given["tensors"]
-    ranks, tag = tuple(dist.get_process_group_ranks(group)), given["tag"]
-    if kind == "send":
-        channel = Channel(ranks, messages.rank, ranks[given["dst"]], tag)
-        is_known = tensor.numel() <= SMALL_NUMEL and not recorder.is_unknown(tensor)
-        message = Message(tensor.shape, tensor.dtype, tensor.clone() if is_known else None)
-        recorder.exchange(Send(channel, messages.send(channel, message), _bytes(tensor)))
-        return _Done([tensor])
-    channel = Channel(ranks, ranks[given["src"]], messages.rank, tag)
-    number = messages.expect(channel)
-
-    def take() -> None:
-        message: Message = messages.receive(channel, number)
-        if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
-            msg = (
-                f"Rank {channel.receiver} waits for {tensor.dtype} of shape {tuple(tensor.shape)} from rank "
-                f"{channel.sender}, which sends {message.dtype} of shape {tuple(message.shape)}."
-            )
-            raise ConfigError(msg)
-        recorder.exchange(Receive(channel, number))
-        if message.values is None:
+def _receive(tensors: Sequence[Tensor], recorder: StepRecorder) -> None:
+    """Let messages have come: zeros where values are computed, and small ones."""
+    for tensor in tensors:
+        if recorder.computes or tensor.numel() <= SMALL_NUMEL:
+            tensor.zero_()
+        if not recorder.computes:
             recorder.mark_unknown(tensor)
-        else:
-            tensor.copy_(message.values)
-
-    return _Receipt(tensor, take, messages)
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -10,13 +10,11 @@ from booster_core.errors import BoosterError, ConfigError
 from booster_tools.planning.candidates import Candidate, candidates
 from booster_tools.planning.processes import in_processes
 from booster_tools.planning.simulate import STEPS, StepCost, StoppedError, TrainingStep, shares_of, simulate
-from booster_tools.planning.stages import Busy, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from booster_core.plugin import Plugin
-    from booster_tools.planning.stages import Channel, Timeline
 
 _GIB = 2**30
 
@@ -54,9 +52,7 @@ class Planned:
     Args:
         candidate: The setting.
         devices: What it was planned for.
-        prediction: What a rank holds and sends, of a pipeline's ranks the one with the largest peak; ``None`` where it
-            can't be planned.
-        others: What the other ranks of its pipeline do.
+        prediction: What a rank holds and sends; ``None`` where it can't be planned.
         problem: Why it can't be planned.
         held_bytes: What a rank has held at least, where its plan stopped for the problem.
     """
@@ -64,7 +60,6 @@ class Planned:
     candidate: Candidate
     devices: Devices
     prediction: StepCost | None = None
-    others: tuple[StepCost, ...] = ()
     problem: str | None = None
     held_bytes: int = 0
 
@@ -82,15 +77,13 @@ class Planned:
     def step_seconds(self) -> float:
         """Estimated time of a step: computation and communication one after the other, at the devices' figures.
 
-        The ranks of a pipeline compute and wait for each other's messages in the order that the plugin has planned.
+        The ranks of a pipeline wait for each other for the part of it that the schedule tells.
         """
         if self.prediction is None:
             return float("inf")
-        if self.others:
-            timelines = [each.timeline for each in (self.prediction, *self.others)]
-            return replay(timelines, self.devices.flops_per_second, self.devices.interconnect_bytes_per_second)
         computing = self.prediction.flops / self.devices.flops_per_second
-        return computing + self.prediction.sent_bytes / self.devices.interconnect_bytes_per_second
+        sending = self.prediction.sent_bytes / self.devices.interconnect_bytes_per_second
+        return (computing + sending) / (1 - self.prediction.idle_share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,22 +190,21 @@ def plan(
     return Plan(settings=tuple(sorted(found, key=_order)), mixed_precision=mixed_precision)
 
 
-def planned(candidate: Candidate, devices: Devices, simulated: Callable[[Plugin], dict[int, StepCost]]) -> Planned:
+def planned(candidate: Candidate, devices: Devices, simulated: Callable[[Plugin], StepCost]) -> Planned:
     """Return what became of one setting; what its plugin or the planner refuses is told, not raised.
 
     Args:
         candidate: The setting.
         devices: What to plan for.
-        simulated: Simulates ranks under the setting's plugin.
+        simulated: Simulates a rank under the setting's plugin.
     """
     try:
-        ranks = simulated(candidate.make())
+        found = simulated(candidate.make())
     except StoppedError as error:
         return Planned(candidate=candidate, devices=devices, problem=str(error), held_bytes=error.held_bytes)
     except (BoosterError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         return Planned(candidate=candidate, devices=devices, problem=str(error) or type(error).__name__)
-    largest, *others = sorted(ranks.values(), key=lambda each: -each.peak_bytes)
-    return Planned(candidate=candidate, devices=devices, prediction=largest, others=tuple(others))
+    return Planned(candidate=candidate, devices=devices, prediction=found)
 
 
 def _order(each: Planned) -> tuple[int, float]:
@@ -226,36 +218,3 @@ def _order(each: Planned) -> tuple[int, float]:
 def size_text(num_bytes: int) -> str:
     """Return a size for people."""
     return f"{num_bytes / _GIB:.3g} GiB" if num_bytes >= _GIB // 10 else f"{num_bytes / 2**20:.3g} MiB"
-
-
-def replay(timelines: Sequence[Timeline], flops_per_second: float, rate: float) -> float:
-    """Return how many seconds the last rank needs, where ranks wait for each other as the stages of a pipeline do.
-
-    A message travels while its sender goes on. Computing and collectives of a rank come one after the other.
-
-    Args:
-        timelines: What each rank does. Messages from ranks that are not among them are there at once.
-        flops_per_second: Speed of computation.
-        rate: Bytes that a rank sends in a second.
-    """
-    clocks = [0.0] * len(timelines)
-    places = [0] * len(timelines)
-    own = {(event.channel, event.number) for each in timelines for event in each if isinstance(event, Send)}
-    arrivals: dict[tuple[Channel, int], float] = {}
-    while True:
-        before = list(places)
-        for rank, timeline in enumerate(timelines):
-            for event in timeline[places[rank] :]:
-                if isinstance(event, Busy):
-                    clocks[rank] += event.flops / flops_per_second + event.sent_bytes / rate
-                elif isinstance(event, Send):
-                    arrivals[event.channel, event.number] = clocks[rank] + event.num_bytes / rate
-                else:
-                    key = event.channel, event.number
-                    if key in own and key not in arrivals:
-                        break
-                    clocks[rank] = max(clocks[rank], arrivals.get(key, 0.0))
-                places[rank] += 1
-        if places == before:
-            assert all(place == len(each) for place, each in zip(places, timelines, strict=True)), "ranks wait in turn"
-            return max(clocks, default=0.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,21 +22,16 @@ from booster_runtime.memory import is_absent
 from booster_runtime.sharding import local_of
 from booster_tools.planning.collectives import call_collective, call_functional
 from booster_tools.planning.skipping import Operation, Skipping, tensors_in
-from booster_tools.planning.stages import Busy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from contextlib import AbstractContextManager
 
     from torch import UntypedStorage
 
     from booster_core import Boosted
     from booster_core.ranks import ObservedCall
-    from booster_tools.planning.stages import Messages, Receive, Send, Timeline
 
 _PHASES = ("forward", "backward", "step")
-_SEND = "send"
-"""The kind of traffic that goes to one rank, which need not do the same at the same time."""
 
 
 @dataclass
@@ -74,8 +69,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages that are alive, collectives and floating point operations of what a thread runs inside.
 
     Args:
-        messages: What this rank of a plan sends to others, and gets from them; ``None`` lets it communicate.
         computes: Whether all is run, as in training, or only what is small.
+        is_alone: Whether the other ranks of the world are not there, so that collectives are answered.
 
     Attributes:
         live_bytes: Size of the storages that are alive.
@@ -83,18 +78,21 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         most_bytes: The largest that ever was.
         flops: Floating point operations since `start_step`.
         traffic: Collectives since `start_step`, by kind.
-        timeline: What the rank has done since `start_step`, up to the last message; see `end_step`.
+        kept_bytes: What a forward keeps for its backward, of the first one since `start_step`.
+        peak_of_gradients: The peak since `start_step` when the optimizer began to step.
         state: What stayed at the end of the last step of the objects that `watch` was told.
+        thread: The one that is counted, by number.
     """
 
-    def __init__(self, messages: Messages | None = None, *, computes: bool) -> None:
+    def __init__(self, *, computes: bool, is_alone: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.messages = messages
+        self.computes, self.is_alone = computes, is_alone
         self.live_bytes = self.peak_bytes = self.most_bytes = self.flops = 0
         self.traffic: dict[str, Traffic] = {}
-        self.timeline: Timeline = []
+        self.kept_bytes: int | None = None
+        self.peak_of_gradients = self._live_before = 0
         self.state = StateBytes()
-        self._told = Busy(0, 0)
+        self.thread = threading.get_ident()
         self._phase = ""
         self._watched: Boosted | None = None
         self._is_quiet = False
@@ -105,24 +103,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def start_step(self) -> None:
         """Begin to count a step."""
-        self.peak_bytes = self.live_bytes
+        self.peak_bytes = self._live_before = self.live_bytes
+        self.kept_bytes, self.peak_of_gradients = None, 0
         self.flops = 0
         self.traffic = {}
-        self.timeline = []
-        self._told = Busy(0, 0)
-
-    def end_step(self) -> None:
-        """Complete the timeline of a step."""
-        collectives = sum(each.sent_bytes for kind, each in self.traffic.items() if kind != _SEND)
-        done = Busy(self.flops, collectives)
-        if done != self._told:
-            self.timeline.append(Busy(done.flops - self._told.flops, done.sent_bytes - self._told.sent_bytes))
-            self._told = done
-
-    def exchange(self, event: Send | Receive) -> None:
-        """Note in the timeline that a message is sent or waited for."""
-        self.end_step()
-        self.timeline.append(event)
 
     def communicate(self, kind: str, payload_bytes: int, sent_bytes: int) -> None:
         """Count a collective, unless it is part of one that is counted as a whole."""
@@ -139,6 +123,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def during(self, call: ObservedCall) -> Iterator[None]:
         """Take storages that a call makes for its phase's, and a collective for a whole, whatever is sent for it."""
+        if threading.get_ident() != self.thread:
+            yield
+            return
         phase, is_quiet = self._phase, self._is_quiet
         if call.group is not None and dist.get_world_size(call.group) > 1:
             if call.payload_bytes:  # the wait for it has none, and objects are not counted, as their sizes differ
@@ -146,6 +133,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_quiet = True
         elif phase and call.name in _PHASES:
             self._phase = call.name
+            if call.name == "backward" and self.kept_bytes is None:
+                self.kept_bytes = self.live_bytes - self._live_before
+            elif call.name == "step":
+                self.peak_of_gradients = self.peak_of_gradients or self.peak_bytes
         try:
             yield
             if call.name == "step" and self._watched is not None:
@@ -268,56 +259,26 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return total
 
 
-_recorder: ContextVar[StepRecorder | None] = ContextVar("booster step recorder", default=None)
-"""Of the thread that runs."""
-
-
-def recorder_here() -> StepRecorder | None:
-    """Return what counts in this thread."""
-    return _recorder.get()
-
-
-class _OfThisThread:
-    """Shows each thread's calls to what counts there."""
-
-    def during(self, call: ObservedCall) -> AbstractContextManager[object]:
-        """Return a context for the time of a call."""
-        recorder = _recorder.get()
-        return contextlib.nullcontext() if recorder is None else recorder.during(call)
-
-
 @contextlib.contextmanager
-def counted() -> Iterator[None]:
-    """Let calls and resized storages be counted in every thread of this process that is in `recorded`."""
+def recorded(*, computes: bool, is_alone: bool = False) -> Iterator[StepRecorder]:
+    """Count what this thread holds, sends and computes inside.
+
+    Args:
+        computes: As for `StepRecorder`.
+        is_alone: As for `StepRecorder`.
+    """
+    recorder = StepRecorder(computes=computes, is_alone=is_alone)
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         found: torch.UntypedStorage = resize(storage, size)
-        recorder = _recorder.get()
-        if recorder is not None and storage.device.type != "meta":
+        if threading.get_ident() == recorder.thread and storage.device.type != "meta":
             recorder.note_storage(storage)
         return found
 
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment] # not dispatched
     try:
-        with observed_by(_OfThisThread()):
-            yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def recorded(messages: Messages | None = None, *, computes: bool) -> Iterator[StepRecorder]:
-    """Count what this thread holds, sends and computes inside.
-
-    Args:
-        messages: As for `StepRecorder`.
-        computes: As for `StepRecorder`.
-    """
-    recorder = StepRecorder(messages, computes=computes)
-    token = _recorder.set(recorder)
-    try:
-        with recorder:
+        with observed_by(recorder), recorder:
             yield recorder
     finally:
-        _recorder.reset(token)
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

@@ -10,8 +10,7 @@ import contextlib
 import gc
 import time
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,21 +19,18 @@ from torch.utils import _pytree as pytree
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_runtime import train_batch
-from booster_tools.planning.candidates import LooksAtValues, Rehearses, check_plannable
-from booster_tools.planning.recorder import counted, recorded
-from booster_tools.planning.stages import StageThreads
-from booster_tools.planning.world import planned_world, planning
+from booster_tools.planning.candidates import HasPipeline, LooksAtValues, check_plannable
+from booster_tools.planning.recorder import Traffic, recorded
+from booster_tools.planning.world import planned_world
 from booster_tools.rehearsal import built, random_state_kept, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
 
     from booster_core import Boosted
     from booster_core.plugin import Plugin
     from booster_core.precision import PrecisionPolicy
-    from booster_tools.planning.recorder import StepRecorder, Traffic
-    from booster_tools.planning.stages import Messages, Timeline
+    from booster_tools.planning.recorder import StepRecorder
 
 STEPS = 3
 """Steps that are taken; the last one is counted. Plugins lay out buckets and build DDP after the first."""
@@ -100,7 +96,8 @@ class StepCost:
         peak_bytes: The largest sum of all that lives during the step.
         flops: Floating point operations of matrix products, convolutions and attention.
         traffic: Collectives by kind.
-        timeline: What the rank does in the step, in its order.
+        num_stages: Ranks of a pipeline.
+        idle_share: Which part of the step the rank waits for other stages.
         seconds: How long it took to find this out.
         assumed: What the plugin has assumed, as tensors of a plan have no values.
     """
@@ -114,7 +111,8 @@ class StepCost:
     peak_bytes: int
     flops: int
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
-    timeline: Timeline = field(default_factory=list, repr=False, compare=False)
+    num_stages: int = 1
+    idle_share: float = 0.0
     seconds: float = 0.0
     data_parallel_size: int = 1
     assumed: str | None = None
@@ -135,21 +133,22 @@ class StepCost:
         return sum(each.sent_bytes for each in self.traffic.values())
 
 
-def simulate(training: TrainingStep, plugin: Plugin, world_size: int, rank: int = 0) -> dict[int, StepCost]:
-    """Plan a step on one rank of a world whose other ranks are not there, and on those whose messages it needs.
+def simulate(training: TrainingStep, plugin: Plugin, world_size: int, rank: int = 0) -> StepCost:
+    """Plan a step on one rank of a world whose other ranks are not there.
 
     The plugin's own code runs: `boost`, forward, backward and step. Large tensors have no values, so that a model of
-    any size takes little memory and time. The other ranks are taken to do what this one does; those that send it
-    messages, as the other stages of its pipeline, are simulated as well.
+    any size takes little memory and time. The other ranks are taken to do what this one does. The stages of a pipeline
+    are taken as equal parts of the model: it is planned without one, on the ranks of a stage, taking the microbatches
+    one after the other.
 
     Args:
         training: What to simulate.
         plugin: One that has boosted nothing.
         world_size: Number of ranks.
-        rank: Which of them to begin with.
+        rank: Which of them to plan.
 
     Returns:
-        What each rank holds, sends and computes, in ascending order of ranks.
+        What the rank holds, sends and computes.
 
     Raises:
         ConfigError: If the plugin refuses the model or can't be planned, the batch can't be shared, or an operation's
@@ -162,22 +161,72 @@ def simulate(training: TrainingStep, plugin: Plugin, world_size: int, rank: int 
         msg = f"`rank={rank}` is not one of the {world_size} rank(s)."
         raise ConfigError(msg)
     check_plannable(plugin)
-    with planning():
-        return StageThreads(partial(_simulate_rank, training, world_size), plugin, rank).run()
-
-
-def _simulate_rank(training: TrainingStep, world_size: int, plugin: Plugin, messages: Messages) -> StepCost:
-    """Plan a step on one rank, in a thread that is this rank."""
+    pipeline = plugin if isinstance(plugin, HasPipeline) else None
+    found = None if pipeline is None else pipeline.without_pipeline(world_size)
+    if pipeline is None or found is None:
+        return _simulate(training, plugin, world_size, rank)
+    whole, num_stages = found
+    size = world_size // num_stages
     try:
-        world = planned_world(world_size, messages, on_host=training.on_host)
+        stage = _simulate(training, whole, size, rank % size, _Stage(pipeline, num_stages))
+    except StoppedError as error:
+        error.held_bytes //= num_stages
+        raise
+    return replace(stage, world_size=world_size, rank=rank)
+
+
+class _Stage(NamedTuple):
+    """A stage of a pipeline, whose costs are derived.
+
+    Args:
+        pipeline: The plugin that has it.
+        num_stages: How many there are.
+    """
+
+    pipeline: HasPipeline
+    num_stages: int
+
+    def cost(self, whole: StepCost, recorder: StepRecorder, num_microbatches: int) -> StepCost:
+        """Return what one rank of the pipeline holds, sends to those with the same stage, and computes.
+
+        Args:
+            whole: The same of the whole model, which takes the microbatches one after the other.
+            recorder: Has counted that.
+            num_microbatches: Parts of the batch.
+        """
+        idle_share, in_flight = self.pipeline.pipeline_costs(num_microbatches)
+        others = int((in_flight - 1) * (recorder.kept_bytes or 0))
+        peak = max(recorder.peak_of_gradients + others, whole.peak_bytes)
+        traffic = {
+            kind: Traffic(each.calls, each.payload_bytes // self.num_stages, each.sent_bytes // self.num_stages)
+            for kind, each in whole.traffic.items()
+        }
+        return replace(
+            whole,
+            parameter_bytes=whole.parameter_bytes // self.num_stages,
+            gradient_bytes=whole.gradient_bytes // self.num_stages,
+            optimizer_bytes=whole.optimizer_bytes // self.num_stages,
+            other_bytes=whole.other_bytes // self.num_stages,
+            peak_bytes=peak // self.num_stages,
+            flops=whole.flops // self.num_stages,
+            traffic=traffic,
+            num_stages=self.num_stages,
+            idle_share=idle_share,
+        )
+
+
+def _simulate(
+    training: TrainingStep, plugin: Plugin, world_size: int, rank: int, stage: _Stage | None = None
+) -> StepCost:
+    try:
+        world = planned_world(world_size, rank, on_host=training.on_host)
         looks = plugin.without_values() if isinstance(plugin, LooksAtValues) else contextlib.nullcontext()
-        with world, looks as assumed, recorded(messages, computes=False) as recorder:
+        with world, looks as assumed, recorded(computes=False, is_alone=True) as recorder:
             try:
-                return replace(_take_steps(training, plugin, recorder), assumed=assumed)
+                return replace(_take_steps(training, plugin, recorder, stage), assumed=assumed)
             except RuntimeError as error:
                 raise StoppedError(error, recorder.most_bytes) from error
     finally:
-        messages.waiting.clear()
         gc.collect()  # strategies keep their model in cycles of hooks
 
 
@@ -193,15 +242,16 @@ def measure(training: TrainingStep, plugin: Plugin) -> StepCost:
 
     Collective: every rank of the world.
     """
-    with random_state_kept(torch.device("cpu")), counted(), recorded(computes=True) as recorder:
+    with random_state_kept(torch.device("cpu")), recorded(computes=True) as recorder:
         return _take_steps(training, plugin, recorder)
 
 
-def _take_steps(training: TrainingStep, plugin: Plugin, recorder: StepRecorder) -> StepCost:
+def _take_steps(
+    training: TrainingStep, plugin: Plugin, recorder: StepRecorder, stage: _Stage | None = None
+) -> StepCost:
     started = time.perf_counter()
-    is_planned = recorder.messages is not None
     model, optimizer, criterion = built(training.build)
-    if is_planned and not training.on_host:
+    if recorder.is_alone and not training.on_host:
         _step_as_on_accelerators(optimizer)
     # Plans are made with the CPU's tensors, whatever accelerator is here.
     booster = Booster(device="cpu", mixed_precision=training.mixed_precision, plugin=plugin)
@@ -211,17 +261,16 @@ def _take_steps(training: TrainingStep, plugin: Plugin, recorder: StepRecorder) 
     for leaf in pytree.tree_leaves(share):
         if isinstance(leaf, Tensor):
             recorder.note(leaf)
+    parts = [share] if stage is None else stage.pipeline.microbatches(share)
     boosted = booster.boost(model, optimizer, criterion)
     del model, optimizer
     recorder.watch(boosted)
     for step in range(training.steps):
         recorder.start_step()
-        is_rehearsed = is_planned and step < training.steps - 1
-        with _rehearsing(plugin, boosted.model) if is_rehearsed else contextlib.nullcontext():
-            _advance(training, booster, boosted, share)
-        recorder.end_step()
+        # Those before lay out what stays, for which two parts do as well as all.
+        _advance(training, booster, boosted, parts if step == training.steps - 1 else parts[:2])
     state = recorder.state
-    return StepCost(
+    cost = StepCost(
         world_size=coordinator.world_size,
         rank=coordinator.rank,
         data_parallel_size=size,
@@ -232,25 +281,22 @@ def _take_steps(training: TrainingStep, plugin: Plugin, recorder: StepRecorder) 
         peak_bytes=recorder.peak_bytes,
         flops=recorder.flops,
         traffic=dict(recorder.traffic),
-        timeline=recorder.timeline,
         seconds=time.perf_counter() - started,
     )
+    return cost if stage is None else stage.cost(cost, recorder, len(parts))
 
 
-def _rehearsing(plugin: Plugin, model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Return a context for the steps that are not counted."""
-    return plugin.rehearsing(model) if isinstance(plugin, Rehearses) else contextlib.nullcontext()
-
-
-def _advance(training: TrainingStep, booster: Booster, boosted: Boosted, share: Any) -> None:
-    """Take one step."""
+def _advance(training: TrainingStep, booster: Booster, boosted: Boosted, parts: list[Any]) -> None:
+    """Take one step on the parts of a batch."""
     optimizer: Any = boosted.optimizer
     if training.loss is None:
-        train_batch(booster, iter([share]), boosted.model, boosted.criterion, optimizer)
-    else:
-        booster.backward(training.loss(boosted.model, share), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_batch(booster, iter(parts), boosted.model, boosted.criterion, optimizer, accumulation=len(parts))
+        return
+    for index, part in enumerate(parts):
+        with contextlib.nullcontext() if index == len(parts) - 1 else booster.no_sync(boosted.model):
+            booster.backward(training.loss(boosted.model, part), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _step_as_on_accelerators(optimizer: torch.optim.Optimizer) -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from booster_core.errors import ConfigError
 from booster_core.ranks import PROGRESS, Outcome, close_world, current_world, open_world, set_world
 from booster_runtime.collectives import Pending, Transport, made_by
 from booster_runtime.memory import host_stands_for_device, without_values
-from booster_tools.planning.recorder import counted, recorder_here
 from booster_tools.rehearsal import random_state_kept
 
 if TYPE_CHECKING:
@@ -22,43 +22,34 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_tools.planning.stages import Messages
-
 
 @contextlib.contextmanager
-def planning() -> Iterator[None]:
-    """Let threads of this process be ranks of planned worlds, which `planned_world` opens."""
-    gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
-    with random_state_kept(torch.device("cpu")), groups_set_aside(), made_by(_ByTorch), counted():
-        dist.all_gather_object = _gather_object
-        dist.broadcast_object_list = _broadcast_objects  # type: ignore[assignment] # takes the rest by name
-        try:
-            yield
-        finally:
-            dist.all_gather_object, dist.broadcast_object_list = gather, broadcast
-
-
-@contextlib.contextmanager
-def planned_world(world_size: int, messages: Messages, *, on_host: bool = False) -> Iterator[None]:
-    """Let this thread be one rank of a world whose other ranks do what it does, or have sent it what they do.
+def planned_world(world_size: int, rank: int, *, on_host: bool = False) -> Iterator[None]:
+    """Let this thread be one rank of a world whose other ranks are not there, and do what it does.
 
     Args:
         world_size: Number of ranks.
-        messages: Those of the rank.
+        rank: This one.
         on_host: Whether tensors of the CPU stand for no others, as those of accelerators.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    rank = messages.rank
-    open_world(FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend="fake", timeout_seconds=60.0)
-    world = current_world()
-    world.meeting_of = lambda _: _Attended()  # type: ignore[method-assign,assignment,return-value]
-    try:
-        with without_values(), contextlib.nullcontext() if on_host else host_stands_for_device():
-            yield
-    finally:
-        set_world(world)  # another rank's may be the current one, where this one is abandoned
-        close_world()
+    gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
+    stands = contextlib.nullcontext() if on_host else host_stands_for_device()
+    with random_state_kept(torch.device("cpu")), groups_set_aside(), made_by(_ByTorch), without_values(), stands:
+        dist.all_gather_object = _gather_object
+        dist.broadcast_object_list = _broadcast_objects  # type: ignore[assignment] # takes the rest by name
+        try:
+            open_world(
+                FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend="fake", timeout_seconds=60.0
+            )
+            current_world().meeting_of = lambda _: _Attended()  # type: ignore[method-assign,assignment,return-value]
+            try:
+                yield
+            finally:
+                close_world()
+        finally:
+            dist.all_gather_object, dist.broadcast_object_list = gather, broadcast
 
 
 class _ByTorch(Transport):
@@ -93,17 +84,18 @@ def _gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None 
 
 
 def _broadcast_objects(object_list: list[Any], src: int | None = None, group: Any = None, **kwargs: Any) -> None:
-    recorder = recorder_here()
-    assert recorder is not None, "a rank of a plan is recorded"
-    assert recorder.messages is not None, "ranks that are there use torch's own"
-    ranks = dist.get_process_group_ranks(group)
-    source = ranks[kwargs["group_src"]] if src is None else src
-    object_list[:] = recorder.messages.broadcast(tuple(ranks), source, object_list)
+    source = dist.get_process_group_ranks(group)[kwargs["group_src"]] if src is None else src
+    if source != dist.get_rank() and all(each is None for each in object_list):
+        msg = (
+            f"Rank {dist.get_rank()} needs to be told something by rank {source}, which is not there: each rank is "
+            "planned alone. Choose sizes by `booster plan`, which plans rank 0."
+        )
+        raise ConfigError(msg)
 
 
 @contextlib.contextmanager
 def groups_set_aside() -> Iterator[None]:
-    """Let each thread of this process have process groups of its own inside; they are as before afterwards.
+    """Let this process have other process groups inside; they are as before afterwards.
 
     Other ranks may wait for this one meanwhile, but it must not communicate.
     """
