@@ -140,7 +140,7 @@ class FirstOfNothing(torch.nn.Module):
         x = self.tower(x)
         for layer in self.layers:
             x = layer(x)
-        return x.to(next(self.tower.parameters()).dtype) if self.layers[1].weight.sum() else x
+        return x.to(next(self.tower.named_parameters())[1].dtype) if self.layers[1].weight.sum() else x
 
 
 def ask_for_the_first():

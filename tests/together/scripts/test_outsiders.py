@@ -56,13 +56,17 @@ PLAIN = {
 RAISING = {
     "accelerate_loop": (
         "AttributeError",
-        r"`Booster` has no `accumulate`; call `booster_runtime\.accumulate\(booster, model, steps\)`\.",
+        r"`Booster` has no `accumulate`; there is `booster_runtime\.accumulate`\.",
         "all",
     ),
-    "accelerate_prepare": ("AttributeError", r"`Booster` has no `prepare`; .*`.* = booster\.boost\(", "all"),
+    "accelerate_prepare": (
+        "AttributeError",
+        r"`Booster` has no `prepare`\. .* the documentation's pages 'Moving from",
+        "all",
+    ),
     "fabric_loop": ("TypeError", r"Booster\.backward\(\) missing 1 required positional argument: 'optimizer'", "all"),
-    "fabric_setup": ("AttributeError", r"`Booster` has no `setup`; .*`.* = booster\.boost\(", "all"),
-    "deepspeed_engine": ("AttributeError", r"has no `backward`; call `booster\.backward\(loss, optimizer\)`", "all"),
+    "fabric_setup": ("AttributeError", r"`Booster` has no `setup`\. .* the documentation's pages 'Moving from", "all"),
+    "deepspeed_engine": ("AttributeError", r"object has no attribute 'backward'", "all"),
     "lightning_module": ("ConfigError", r"was called in training, but not through the model that `boost`", "all"),
     "colossal_pipeline": ("ConfigError", r"has no pipeline to execute|`execute_pipeline` needs a pipeline", "all"),
     "model_module-fsdp": ("CheckpointError", r"one rank's shards of the model.*Call `booster\.save_model", "0"),

@@ -403,8 +403,12 @@ class StagedModel:
         for name, module in modules.items():
             if name and next(module.parameters(), None) is None and next(_absent_parameters(module), None) is not None:
                 # Models ask a part for its first parameter's format, as transformers' `dtype` does.
-                object.__setattr__(module, "parameters", functools.partial(_absent_parameters, module))
+                object.__setattr__(module, "parameters", functools.partial(self._parameters_of, module))
         return gone
+
+    def _parameters_of(self, module: nn.Module, recurse: bool = True) -> Iterator[Any]:  # noqa: FBT001, FBT002 - torch's
+        """Yield what stands for the parameters of a part while a stage runs; there are none for a script."""
+        yield from () if self._active is None else _absent_parameters(module, recurse)
 
     @contextlib.contextmanager
     def activated(
