@@ -289,7 +289,9 @@ def test_matrices_are_whole_and_balanced_and_the_rest_is_cut(plugin):
     assert all(is_whole for _, is_whole in found)
     of_muon, of_adamw = zip(*(of_rank for of_rank, _ in found), strict=True)
     assert (sum(of_muon), sum(of_adamw)) == (size, rest)
-    assert max(of_muon) <= 0.35 * size
+    # Gemini's chunks end where layers end, so that a rank may get one matrix more than its share.
+    largest = max(each.numel() for each in optimizers[0].param_groups[0]["params"])
+    assert max(of_muon) <= (size / 4 + largest if plugin == "gemini" else 0.35 * size)
     assert min(of_adamw) > 0
     assert max(of_adamw) <= 0.4 * rest, "up to what slices are aligned to"
 
