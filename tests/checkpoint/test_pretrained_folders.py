@@ -9,8 +9,8 @@ from pretrained_models import Saves, load, make_model, tokens, trained_in_one_pr
 from torch import nn
 
 from booster_core import Booster
+from booster_core.checkpoint_io import mebibytes
 from booster_core.errors import ConfigError, MissingRanksError
-from booster_runtime.save_pretrained import _mebibytes
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_followed_raises(options, error, match):
 
 
 def test_a_large_maximum_size_is_whole_mebibytes():
-    assert [_mebibytes(size) for size in ("5GB", "1GiB", "3.5MiB", 2**21, "200MB")] == [4768, 1024, 3, 2, 190]
+    assert [mebibytes(size) for size in ("5GB", "1GiB", "3.5MiB", 2**21, "200MB")] == [4768, 1024, 3, 2, 190]
 
 
 def save_on_rank_0(folder):

@@ -113,7 +113,6 @@ def test_groups_are_listed_by_the_names_of_all_their_parameters():
 def test_saved_options_and_state_come_back():
     host, optimizer, pieces, _, _ = hosted()
     kept = optimizer.param_groups[1]["lr"] = torch.tensor(7.0)
-    host.set_state(0, {})
     for group in host.listed():
         group.set_options({**group.described().options, "lr": 0.25})
     assert optimizer.param_groups[0]["lr"] == 0.25
@@ -132,18 +131,6 @@ def test_saved_options_and_state_come_back():
     assert "master" not in made, "it is no state of the optimizer"
     assert host.listed()[0].restore("weight", {}, {}) == {}
     assert 0 not in host.states(), "what the checkpoint lacks is dropped"
-
-
-def test_a_new_layout_replaces_pieces_and_state():
-    host, optimizer, pieces, _, parameters = hosted()
-    first = piece_of(0, parameters[0], 0, 6)
-    state = {"exp_avg": torch.ones(2, 3)}
-    host.replace({0: first}, {0: state})
-    assert optimizer.param_groups[0]["params"] == [first.values]
-    assert optimizer.param_groups[1]["params"] == []
-    assert set(optimizer.state) == {first.values}
-    assert host.states() == {0: state}
-    del pieces
 
 
 def test_parameters_of_a_new_group_are_checked():

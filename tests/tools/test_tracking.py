@@ -1,12 +1,10 @@
-"""`track` hands each step's metrics and the loop's values to trackers, and `booster plot` draws them."""
+"""`track` hands each step's metrics and the loop's values to trackers."""
 
 import json
 import math
 
 import pytest
 import torch
-from booster_tools.cli.plot import command
-from click.testing import CliRunner
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -183,23 +181,3 @@ def test_bad_arguments_raise(tmp_path):
     (tmp_path / "b.jsonl").write_text("loss 4\n")
     with pytest.raises(ConfigError, match="Line 1"):
         read_json_lines(tmp_path / "b.jsonl")
-
-
-def test_plot_draws_the_named_values(tmp_path):
-    path = tmp_path / "a.jsonl"
-    rows = [{"step": step, "seconds": 0.5, "loss": 1 / step, "lr/0": 0.1} for step in range(1, 5)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = CliRunner().invoke(command, [str(path), "loss", "steps_per_second"])
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "steps_per_second.png").exists()
-    done = CliRunner().invoke(command, [str(path), "--svg", "--out", str(tmp_path / "all")])
-    assert sorted(file.name for file in (tmp_path / "all").iterdir()) == [
-        "loss.svg",
-        "lr-0.svg",
-        "steps_per_second.svg",
-    ]
-    assert "steps per second" in (tmp_path / "all" / "steps_per_second.svg").read_text()
-    done = CliRunner().invoke(command, [str(path), "accuracy"])
-    assert done.exit_code == 1
-    assert "loss" in done.output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster_runtime.torch_private import check_names
+from booster_runtime.sharding import check_names
 
 NAMES = (
     "Tensor._make_wrapper_subclass",

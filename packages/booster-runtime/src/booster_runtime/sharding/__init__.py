@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import booster_runtime.torch_private  # noqa: F401 - which checks them
 from booster_core.plugin import normalisation_parameters
 from booster_core.state import frozen_base
 from booster_runtime.sharding.broadcast import BufferWatch, agree_on_values, send_first
@@ -60,6 +59,7 @@ from booster_runtime.sharding.ranks import (
     sharding_groups,
 )
 from booster_runtime.sharding.reductions import describe_reductions, note_compute, note_reductions
+from booster_runtime.torch_private import check_names
 
 __all__ = [
     "CONTAINERS",
@@ -76,6 +76,7 @@ __all__ = [
     "agree_on_values",
     "between_hosts",
     "check_distinct_memory",
+    "check_names",
     "describe_reductions",
     "dtensor_of",
     "dtensor_shards",
