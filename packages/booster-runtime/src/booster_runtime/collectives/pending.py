@@ -43,6 +43,10 @@ WAITS = Waits()
 """Those of this process: ``with WAITS: work.wait()``."""
 
 
+_left: list[tuple[list[Any], Any]] = []
+"""Works of collectives that nobody waits for any more, and what they write to."""
+
+
 class Pending:
     """A collective that was started. Call `wait` to complete it; further calls do nothing.
 
@@ -59,6 +63,15 @@ class Pending:
         self._finish = finish
         self._keep = keep
 
+    def __del__(self) -> None:
+        """Keep works that nobody has waited for, as of a model that is dropped before its step.
+
+        A receive that ends with its object would leave its message to the next one.
+        """
+        if self._works:
+            _left[:] = [each for each in _left if not all(map(_is_complete, each[0]))]
+            _left.append((self._works, (self._finish, self._keep)))
+
     def wait(self) -> None:
         """Return once the result is there.
 
@@ -73,3 +86,8 @@ class Pending:
         if finish is not None:
             finish()
         self._keep = None
+
+
+def _is_complete(work: Any) -> bool:
+    ask = getattr(work, "is_completed", None)
+    return ask is None or bool(ask())
