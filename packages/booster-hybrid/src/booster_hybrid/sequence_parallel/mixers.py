@@ -163,7 +163,14 @@ class _WholeSequences:
         """Gather what is given for this rank's positions. Collective: the sequence parallel ranks."""
         stack = self._stack
         name = _hidden_name(self._names, args, kwargs)
-        assert name is not None, "what mixes positions was given hidden states when that was found out"
+        if name is None:
+            shapes = [tuple(each.shape) for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            msg = (
+                f"'{type(module).__name__}' mixes positions of a sequence and is given no hidden states of shape "
+                f"(samples, positions, width), but tensors of shapes {shapes}. Pass them as in the batch that `boost` "
+                "has seen, or leave `sequence_parallelism_mode` out."
+            )
+            raise ConfigError(msg)
         hidden = _argument(name, args, kwargs)
         stack.note_masks([*args, *kwargs.values()])
         stack.resume(hidden.shape[1])
