@@ -125,7 +125,7 @@ class _Unused(nn.Module):
 
 
 class _Own(nn.Module):
-    """Has parameters of its own beside those of its layer: a scale of one element, and a vector that is frozen."""
+    """Has parameters of its own besides its layer: a scale of one element, and a vector that is frozen."""
 
     calls: Tensor
 
