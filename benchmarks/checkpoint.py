@@ -332,7 +332,9 @@ class Bench:
         if self.pending is not None:
             self.pending.result()
             self.pending = None
-        self.saver.begin("wait")
+        self.saver.begin(
+            "wait", use_async=True
+        )  # which keeps the memory of snapshots, as saves that follow each other do
         dist.barrier()
 
     def run(self) -> None:
