@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
+from booster_checkpoint.files.quantized import holds_low_bits, without_quantization
 from booster_core.state import (
     NamedTensors,
     OptimizerInfo,
@@ -344,7 +345,10 @@ def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict
             kept = dtype or (floating[0] if floating else None)
             if kept is not None:
                 config.dtype = str(kept).removeprefix("torch.")
-        files["config.json"] = config.to_json_string()
+        text: str = config.to_json_string()
+        if "quantization_config" in text and not holds_low_bits(model):  # of the release that the model was read from
+            text = json.dumps(without_quantization(json.loads(text)), indent=2, sort_keys=True) + "\n"
+        files["config.json"] = text
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string") and getattr(model, "can_generate", lambda: False)():
         files["generation_config.json"] = generation.to_json_string()
