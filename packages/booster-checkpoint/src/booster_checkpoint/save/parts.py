@@ -224,7 +224,7 @@ class ModelPart(Part):
     @override
     def facts(self) -> list[Any]:
         if self._module is not None:
-            check_model_is_saved_whole(self._module)
+            check_model_is_saved_whole(self._module, self._left_out)
             if self.has_folder and not self._left_out:
                 self._texts |= pretrained_files(self._module, self._first_dtype())
                 if library_of(self._module) == "transformers":
