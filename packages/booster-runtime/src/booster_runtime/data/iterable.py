@@ -114,10 +114,12 @@ class ShardedIterable(GlobalOrder, IterableDataset[Any]):
     def restore(self, state: Mapping[str, Any], *, num_workers: int, is_persistent: bool) -> None:
         """Check that a loader's position can be restored; the loader sets where the next pass starts.
 
+        That of a stream of one shard, which one rank reads by shards, counts the same samples.
+
         Raises:
             CheckpointError: If not.
         """
-        if "shards" in state:
+        if state.get("shards", (1,))[0] != 1:
             msg = (
                 "The position was saved for a stream that was read shard by shard, and this one has fewer shards than "
                 f"there are ranks that see different samples ({self.world_size}). Use fewer ranks, or more files."
