@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from booster_runtime.causal_lm_loss import enable_linear_cross_entropy
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
+    from booster_runtime.data.mixing import MixedStreams
     from booster_runtime.data.packing import FirstFitDocuments, PackedDocuments, cu_seq_lens, document_mask
     from booster_runtime.exported_tensors import whole_parameters
     from booster_runtime.float8 import convert_to_float8
@@ -29,6 +30,7 @@ __all__ = [
     "Evaluation",
     "FirstFitDocuments",
     "LazyInitContext",
+    "MixedStreams",
     "PackedDocuments",
     "StopSignal",
     "accumulate",
@@ -61,6 +63,7 @@ __getattr__, __dir__ = public_names(
         ".activations": ["disable_activation_checkpointing", "enable_activation_checkpointing"],
         ".causal_lm_loss": ["enable_linear_cross_entropy"],
         ".data.batches": ["to_device"],
+        ".data.mixing": ["MixedStreams"],
         ".data.packing": ["FirstFitDocuments", "PackedDocuments", "cu_seq_lens", "document_mask"],
         ".data.metrics": ["gather_for_metrics", "reduce"],
         ".moving_average": ["ema"],

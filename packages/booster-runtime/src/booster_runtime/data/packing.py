@@ -41,6 +41,11 @@ class _Rows(IterableDataset[dict[str, Any]]):
         self._loaded: Mapping[str, Any] | None = None
 
     @property
+    def sources(self) -> tuple[Any, ...]:
+        """What the documents are read from."""
+        return (self._documents,)
+
+    @property
     def num_shards(self) -> int:
         """Number of shards of the documents.
 
