@@ -52,6 +52,7 @@ __all__ = [
     "TrainingObjects",
     "TrainingState",
     "checkpoint_io_class",
+    "keeps_position",
     "local_path",
     "mebibytes",
     "new_step_name",
@@ -479,6 +480,11 @@ class GlobalPosition(ABC):
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position that any number of ranks saved."""
+
+
+def keeps_position(loader: object) -> bool:
+    """Return whether a data loader has a ``state_dict``, be it a `GlobalPosition` or this rank's own position."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 class MovingAverage(Protocol):
