@@ -47,6 +47,7 @@ from booster_core.plugin.settings import check_device, describe_precision, own_d
 from booster_core.precision.policy import NARROW
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.devices import accelerator
 from booster_core.ranks.launch import check_launched, ensure_process_group
 from booster_core.run_settings import RunSettings
 from booster_core.state.names import NamedTensors, named_modules
@@ -136,7 +137,7 @@ class Booster:
         self.plugin = plugin
         self.precision = resolve_precision(settings.precision if mixed_precision is None else mixed_precision, plugin)
         self._asked_device = check_device(device, plugin)
-        is_known = self._asked_device is None and not torch.cuda.is_available()  # before the launch
+        is_known = self._asked_device is None and accelerator() is None  # before the launch
         self._device = own_device(None, plugin) if is_known else None
         self._factors = LossFactors()
         # the boosted models that somebody still holds, and the formats that their tensors came in
@@ -158,7 +159,7 @@ class Booster:
     def device(self) -> torch.device:
         """Where the model runs, fixed at the first use.
 
-        Of several CUDA devices it is this process's own only once the run is launched: use it after the launch.
+        Of several devices it is this process's own only once the run is launched: use it after the launch.
 
         Raises:
             ConfigError: If a launcher started several processes and the run is not launched yet.

@@ -120,7 +120,7 @@ class DDPModel(ModelWrapper):
         """
         if not torch.is_grad_enabled() or transforms_are_active() or (ddp := self._prepare()) is None:
             device = self._context.device
-            if device.type == "cuda":  # as DDP does with what it is given
+            if device.type != "cpu":  # as DDP does with what it is given
                 args, kwargs = move_batch((args, kwargs), device)
             return self.module(*args, **kwargs)
         output = ddp(*args, **kwargs)
@@ -271,7 +271,7 @@ class DDPModel(ModelWrapper):
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             ddp = DistributedDataParallel(
                 _Undecided(self.module, next(iter(self.trained.values()))) if self._search is None else self.module,
-                device_ids=[device] if device.type == "cuda" else None,
+                device_ids=None if device.type == "cpu" else [device],
                 init_sync=not self._was_built,
                 bucket_cap_mb=config.bucket_cap_mb,
                 find_unused_parameters=self._search is not False,
