@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
@@ -36,4 +37,4 @@ def main(build: str, batch: str, plugin: str, steps: str, precision: str, *optio
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    Path(sys.argv[1]).write_text(str(main(*sys.argv[2:])), encoding="ascii")
