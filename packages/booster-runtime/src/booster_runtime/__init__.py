@@ -13,6 +13,7 @@ from booster_core.lazy_import import public_names
 if TYPE_CHECKING:
     from booster_runtime.activations import disable_activation_checkpointing, enable_activation_checkpointing
     from booster_runtime.causal_lm_loss import enable_linear_cross_entropy
+    from booster_runtime.compiling import compile_layers
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
     from booster_runtime.data.packing import PackedDocuments
@@ -32,6 +33,7 @@ __all__ = [
     "StopSignal",
     "accumulate",
     "check_replicas",
+    "compile_layers",
     "convert_to_float8",
     "disable_activation_checkpointing",
     "ema",
@@ -56,6 +58,7 @@ __getattr__, __dir__ = public_names(
     __name__,
     {
         ".activations": ["disable_activation_checkpointing", "enable_activation_checkpointing"],
+        ".compiling": ["compile_layers"],
         ".causal_lm_loss": ["enable_linear_cross_entropy"],
         ".data.batches": ["to_device"],
         ".data.packing": ["PackedDocuments"],
