@@ -59,7 +59,7 @@ def compile_layers(model: nn.Module, by: Choice = None, **options: Any) -> list[
     compiled: dict[Callable[..., Any], Any] = {}
     for module in chosen:
         own = vars(module).get("forward")
-        function = type(module).forward if own is None else getattr(own, "__func__", own)
+        function: Any = type(module).forward if own is None else getattr(own, "__func__", own)
         if function not in compiled:
             compiled[function] = _compile(function, options)
         # A bound method, unlike a function that remembers the module, is bound to the copy when a module is copied.
