@@ -32,7 +32,7 @@ from booster_core.checkpoint_io import (
     resolved,
 )
 from booster_core.discovery import check_api_version, load, load_default
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients.norm import check_finite_norm, check_norm_arguments
 from booster_core.log import log
 from booster_core.plugin.call_guard import mark_boosted
@@ -519,6 +519,9 @@ class Booster:
         Args:
             model: The boosted model, a module of it, or a plain model that every rank holds whole.
             optimizer: The boosted optimizer; that of the boosted model when left out.
+
+        Raises:
+            OffloadError: If the model's state is offloaded between phases.
         """
         boosted = self._boosted_model(model)
         if boosted is None:
@@ -528,6 +531,8 @@ class Booster:
             if whole is not None:
                 return PartView(self.state_adapter(whole), name)
             return ReplicatedStateAdapter(model, optimizer, self.context.coordinator)
+        if boosted.refuses_use is not None:
+            raise OffloadError(boosted.refuses_use)
         return self.plugin.state_adapter(boosted, boosted.boost_context)
 
     def save_model(

@@ -31,6 +31,8 @@ from booster_runtime.sharding import refuse_all_gradients, watch_gradient_hooks
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from torch import Tensor
+
     from booster_core.plugin import BoostContext
     from booster_core.precision import PrecisionPolicy
     from booster_ddp.config import DDPConfig
@@ -104,6 +106,12 @@ class DDPModel(ModelWrapper):
     def communication_dtype(self) -> torch.dtype | None:
         """The format that a compression hook by name sends gradients in; ``None`` for their own."""
         return next((dtype for dtype, name in BY_DTYPE.items() if name == self._comm_hook), None)
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Yield what `ModelWrapper.held_tensors` does, without gradients that are views of torch's buckets."""
+        kept = [each.grad for each in self.parameters()] if self._config.gradient_as_bucket_view else []
+        are_views = {id(gradient) for gradient in kept}
+        return (tensor for tensor in super().held_tensors() if id(tensor) not in are_views)
 
     @not_compiled_itself
     def run_module(self, *args: Any, **kwargs: Any) -> Any:

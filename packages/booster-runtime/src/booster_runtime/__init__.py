@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from booster_runtime.lazy import LazyInitContext
     from booster_runtime.loops import Evaluation, StopSignal, accumulate, evaluate_batch, join, train_batch
     from booster_runtime.moving_average import ema
+    from booster_runtime.offloading import offload_states, reload_states
     from booster_runtime.replicas import check_replicas
     from booster_runtime.vocabulary_loss import linear_cross_entropy
     from booster_runtime.whole_tensors import full_gradient, full_state, gathered, set_full_gradient, set_full_state
@@ -46,7 +47,9 @@ __all__ = [
     "gathered",
     "join",
     "linear_cross_entropy",
+    "offload_states",
     "reduce",
+    "reload_states",
     "set_full_gradient",
     "set_full_state",
     "to_device",
@@ -70,6 +73,7 @@ __getattr__, __dir__ = public_names(
         ".lazy": ["LazyInitContext"],
         ".vocabulary_loss": ["linear_cross_entropy"],
         ".loops": ["Evaluation", "StopSignal", "accumulate", "evaluate_batch", "join", "train_batch"],
+        ".offloading": ["offload_states", "reload_states"],
         ".replicas": ["check_replicas"],
     },
 )

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from booster_runtime.activations.selection import Choice
 
+__all__ = ["compile_apart", "compile_layers", "has_compiled_forward", "is_compiled"]
+
 _compiled: weakref.WeakKeyDictionary[Any, tuple[Callable[..., Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
 """The functions that `compile_layers` has made, and what they were made of."""
 

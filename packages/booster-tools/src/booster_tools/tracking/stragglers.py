@@ -15,7 +15,7 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.log import log
 from booster_core.ranks import DistCoordinator, this_host
-from booster_runtime.activations.selection import select_modules
+from booster_runtime.activations import select_modules
 from booster_tools.tracking.interface import Meter
 
 if TYPE_CHECKING:
