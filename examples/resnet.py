@@ -2,7 +2,7 @@
 
 python examples/resnet.py
 torchrun --nproc-per-node 2 examples/resnet.py --plugin ddp
-booster plan examples/resnet.py:build --devices 8 --memory 80GiB --plugin ddp --plugin zero
+booster plan examples/resnet.py:build --loss loss --devices 8 --memory 80GiB --plugin ddp --plugin zero
 
 Without a download, the images are drawn: ten shapes of any colour, size and place on a noisy ground. For CIFAR-10
 itself, make `images` return ``torchvision.datasets.CIFAR10`` with its usual transforms.
@@ -80,16 +80,20 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True)
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer, object]:
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return what `booster plan` asks for, in full size."""
     model = resnet(64)
-    criterion = lambda outputs, batch: nn.functional.cross_entropy(outputs, batch[1])  # noqa: E731
-    return model, make_optimizer(model, 0.1), criterion
+    return model, make_optimizer(model, 0.1)
 
 
 def batch() -> tuple[Tensor, Tensor]:
     """Return the batch of all devices together."""
     return torch.zeros(1024, 3, PIXELS, PIXELS), torch.zeros(1024, dtype=torch.long)
+
+
+def loss(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss that it plans with, called by ``--loss loss``."""
+    return nn.functional.cross_entropy(outputs, batch[1])
 
 
 def main() -> None:

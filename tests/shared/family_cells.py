@@ -20,7 +20,7 @@ from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.families import FAMILIES
 from booster_testing import RankError, run_on_ranks
 from booster_testing.rank_pool import RankDiedError, RankTimeoutError
-from booster_tools import verify
+from booster_tools import TrainingFunctions, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,7 +163,9 @@ def _verified(name: str, column: str, dtype: torch.dtype) -> Verification:
         rows = [{key: value[row] for key, value in batch.items()} for row in range(SAMPLES)]
         plugin.dataloader = DataLoader(rows, batch_size=SAMPLES)
     with phase(lambda: "training" if plugin.is_boosted else "boost"):
-        return verify(make, plugin, batch, steps=_STEPS, tolerance=_DOUBLE if is_double else None)
+        return verify(
+            TrainingFunctions(make, lambda: batch), plugin, steps=_STEPS, tolerance=_DOUBLE if is_double else None
+        )
 
 
 @contextlib.contextmanager

@@ -89,9 +89,10 @@ def test_one_rank_trains_as_under_the_plugin_that_was_chosen():
 def peak_of(plugin, options):
     def build():
         model = mlp()
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3), lambda outputs, batch: outputs.square().mean()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    step = TrainingStep(build=build, share=shares_of(lambda: torch.zeros(8, WIDTH)))
+    share = shares_of(lambda: torch.zeros(8, WIDTH))
+    step = TrainingStep(build=build, share=share, criterion=lambda outputs, _: outputs.square().mean())
     return measure(step, load(plugin)(**options)).peak_bytes
 
 

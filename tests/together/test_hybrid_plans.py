@@ -12,7 +12,7 @@ from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.sequence_parallel.mask import SequenceMask
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_tools import verify
+from booster_tools import TrainingFunctions, verify
 
 MODES = {
     "tp": {"tp_size": 2},
@@ -30,7 +30,8 @@ def train(name, mode):
         model = build(name)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
 
-    return str(verify(make, HybridParallelPlugin(**MODES[mode]), batch_of(name)).unexplained)
+    functions = TrainingFunctions(make, lambda: batch_of(name))
+    return str(verify(functions, HybridParallelPlugin(**MODES[mode])).unexplained)
 
 
 @pytest.mark.parametrize(

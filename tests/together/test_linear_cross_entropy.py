@@ -24,6 +24,7 @@ from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import tolerance_for
 from booster_testing.models import tiny_llama
+from booster_tools import TrainingFunctions
 from booster_tools.planning import Candidate, Devices, plan
 from booster_zero import LowLevelZeroPlugin
 
@@ -178,7 +179,7 @@ def test_plans_show_what_it_saves():
 
     devices = Devices(number=2, memory_bytes=1 << 30)
     plans = [
-        plan(partial(build, prepare), batch, devices, settings=[Candidate(name="ddp")])
+        plan(TrainingFunctions(partial(build, prepare), batch), devices, settings=[Candidate(name="ddp")])
         for prepare in (enable_linear_cross_entropy, None)
     ]
     by_chunks, whole = (one.settings[0].prediction.peak_bytes for one in plans)

@@ -24,7 +24,7 @@ from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import assembled, whole_model
-from booster_tools import verify
+from booster_tools import TrainingFunctions, verify
 from booster_zero import LowLevelZeroPlugin
 
 STEPS = 3
@@ -198,7 +198,7 @@ def built():
 
 def verified(name):
     batch = {"input_ids": tokens(0), "labels": tokens(0)}
-    return verify(built, PLUGINS[name]() or SingleDeviceStrategy(), batch)
+    return verify(TrainingFunctions(built, lambda: batch), PLUGINS[name]() or SingleDeviceStrategy())
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "zero1", "gemini"])

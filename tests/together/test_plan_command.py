@@ -12,6 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster_core.errors import ConfigError
+from booster_tools import TrainingFunctions
 from booster_tools.cli.plan import command
 from booster_tools.planning import Candidate, Devices, plan
 
@@ -20,10 +21,13 @@ import torch
 
 def build():
     model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
-    return model, torch.optim.AdamW(model.parameters()), lambda outputs, batch: outputs.square().mean()
+    return model, torch.optim.AdamW(model.parameters())
 
 def batch():
     return torch.zeros(64, 256)
+
+def loss(outputs, batch):
+    return outputs.square().mean()
 """
 SIZES = ["--devices", "64", "--memory"]
 
@@ -34,7 +38,7 @@ def run(tmp_path, monkeypatch):
     path.write_text(SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
     runner = command_runner()
-    return lambda *options, function="build": runner.invoke(command, [f"{path}:{function}", *options])
+    return lambda *options, function="build": runner.invoke(command, [f"{path}:{function}", "--loss", "loss", *options])
 
 
 def test_the_setting_that_fits_is_printed_as_code(run):
@@ -90,7 +94,7 @@ def test_a_plugin_that_waits_for_other_launches_is_refused_at_once(run, capfd):
 def test_plans_side_by_side_are_those_made_one_after_the_other():
     def made(num_processes):
         devices = Devices(number=2, memory_bytes=2**30)
-        found = plan(_mlp, lambda: torch.zeros(64, 256), devices, plugins=["ddp", "zero"], num_processes=num_processes)
+        found = plan(_functions(_mlp), devices, plugins=["ddp", "zero"], num_processes=num_processes)
         return [
             (each.candidate, each.problem, each.prediction and each.prediction.peak_bytes, each.step_seconds)
             for each in found.settings
@@ -105,17 +109,21 @@ def test_a_process_that_is_killed_is_told():
 
     devices = Devices(number=4, memory_bytes=2**30)
     with pytest.raises(ConfigError, match="A process that made plans was ended"):
-        plan(build, lambda: torch.zeros(64, 256), devices, plugins=["ddp"], num_processes=2)
+        plan(_functions(build), devices, plugins=["ddp"], num_processes=2)
 
 
 def test_no_process_at_all_is_refused():
     with pytest.raises(ConfigError, match="`num_processes=0` can't be forked"):
-        plan(_mlp, lambda: torch.zeros(64, 256), Devices(number=4, memory_bytes=2**30), num_processes=0)
+        plan(_functions(_mlp), Devices(number=4, memory_bytes=2**30), num_processes=0)
 
 
 def _mlp():
     model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
-    return model, torch.optim.AdamW(model.parameters()), lambda outputs, _: outputs.square().mean()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _functions(build):
+    return TrainingFunctions(build, lambda: torch.zeros(64, 256), lambda outputs, _: outputs.square().mean())
 
 
 class _Dropping(nn.Linear):
@@ -135,9 +143,9 @@ class _Dropping(nn.Linear):
 def test_what_cannot_be_planned_says_why(model, options, message):
     def build():
         made = model()
-        return made, torch.optim.AdamW(made.parameters()), lambda outputs, batch: outputs.sum()
+        return made, torch.optim.AdamW(made.parameters())
 
     devices = Devices(number=4, memory_bytes=2**30)
-    found = plan(build, lambda: torch.zeros(64, 256), devices, settings=[Candidate(name="zero", options=options)])
+    found = plan(_functions(build), devices, settings=[Candidate(name="zero", options=options)])
     assert found.best is None
     assert message in found.settings[0].problem

@@ -19,6 +19,7 @@ from booster_hybrid import ShardingPolicy
 from booster_hybrid.expert_parallel.routing import evenly_routed
 from booster_hybrid.tensor_parallel.loss import _blocks
 from booster_testing import run_on_ranks
+from booster_tools import TrainingFunctions
 from booster_tools.planning import Candidate, Devices, TrainingStep, measure, plan, shares_of, simulate
 from booster_tools.planning.world import planned_world
 
@@ -209,16 +210,17 @@ def test_spread_experts_are_planned_with_equally_many_tokens():
 
 def deep(**options):
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(20)))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, **options), lambda outputs, _: outputs.square().mean()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
 
 
 @matrix(["zero"], name=["ddp", "zero"])  # others hold as much in backward, where they gather
 def test_plans_step_as_accelerators_do(name):
     """By default on all parameters at once, with one more tensor for each; on the CPU one after the other."""
 
-    def peak(*, on_host=False, **options):
+    def peak(*, on_host=False, **given):
         batch = partial(torch.zeros, 4, 128)
-        return simulate(training(lambda: deep(**options), batch, on_host=on_host), load(name)(), 1).peak_bytes
+        options = {"criterion": lambda outputs, _: outputs.square().mean(), "on_host": on_host}
+        return simulate(training(lambda: deep(**given), batch, **options), load(name)(), 1).peak_bytes
 
     num_bytes = 4 * sum(parameter.numel() for parameter in deep()[0].parameters())
     assert peak() == peak(foreach=True)
@@ -256,7 +258,7 @@ class Blocks(nn.Module):
 def test_plans_of_pipelines_may_follow_each_other():
     def build():
         model = Blocks()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda outputs, batch: outputs.square().mean()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     options = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.zeros(2, 64)}
     devices = Devices(number=4, memory_bytes=2**30)
@@ -266,7 +268,8 @@ def test_plans_of_pipelines_may_follow_each_other():
         Candidate(name="hybrid", options={"pp_size": 8, **options}),
         Candidate(name="ddp"),
     ]
-    found = plan(build, lambda: torch.zeros(16, 64), devices, settings=settings)
+    functions = TrainingFunctions(build, lambda: torch.zeros(16, 64), lambda outputs, _: outputs.square().mean())
+    found = plan(functions, devices, settings=settings)
     sizes = {
         each.candidate.options.get("pp_size", 1): each.prediction.num_stages for each in found.settings if each.fits
     }

@@ -10,7 +10,7 @@ from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
-from booster_tools import verify
+from booster_tools import TrainingFunctions, verify
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {
@@ -36,7 +36,7 @@ def batch(samples=4):
 def verify_plugin(name, precision):
     plugin_class, options = PLUGINS[name]
     before = torch.get_rng_state()
-    report = verify(build, plugin_class(**options), batch(), mixed_precision=precision)
+    report = verify(TrainingFunctions(build, batch), plugin_class(**options), mixed_precision=precision)
     assert torch.equal(torch.get_rng_state(), before)
     report.check()
     return [(found.what, found.step, found.name) for found in report.differences]

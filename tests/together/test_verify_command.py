@@ -63,7 +63,7 @@ def test_a_mistake_is_told_and_fails_the_command(script, verify):
 def test_a_mistake_is_told_in_one_line(script, scripts, tmp_path, function, plugin, options, message):
     rank = tmp_path / "rank.py"  # what the command starts on each rank, by torchrun
     rank.write_text("import sys\nfrom booster_tools.cli._verify_rank import main\nsys.exit(main(*sys.argv[1:]))\n")
-    arguments = [f"{script}:{function}", "batch", plugin, "1", "", *options]
+    arguments = [f"{script}:{function}", "batch", "", plugin, "1", "", *options]
     done = scripts.run(rank, [arguments] * 2, torchrun_variables(2))
     assert done.codes == [2, 2], done.output
     (line,) = (line for line in done.output.splitlines() if line.startswith("booster verify:"))

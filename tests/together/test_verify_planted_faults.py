@@ -27,7 +27,7 @@ from booster_hybrid.probe.probe import CheckedPolicy
 from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyStack
-from booster_tools import verify, verify_objects
+from booster_tools import TrainingFunctions, verify, verify_objects
 from booster_zero import LowLevelZeroPlugin
 from booster_zero.gathering.saved_uses import SavedUses
 
@@ -357,25 +357,25 @@ FAULTS = {
 }
 
 
-def build_of(make, criterion):
+def functions_of(make, criterion, batch):
     def build():
         model = make()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1), criterion
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    return build
+    return TrainingFunctions(build, batch, criterion)
 
 
 def found_by(name):
     """Verify with the mend or check, and without it."""
     make, criterion, batch, plugin, plant, _ = FAULTS[name]
-    build = build_of(make, criterion)
+    functions = functions_of(make, criterion, batch)
     try:
-        is_mended = not verify(build, plugin(), batch()).unexplained
+        is_mended = not verify(functions, plugin()).unexplained
     except ConfigError:
         is_mended = True
     with plant():
         try:
-            report = verify(build, plugin(), batch())
+            report = verify(functions, plugin())
         except BoosterError as error:
             return is_mended, str(error)
     return is_mended, [(found.what, found.name) for found in report.unexplained]

@@ -9,6 +9,7 @@ from command_runs import command_runner
 from booster_core.errors import ConfigError, PluginError
 from booster_testing import close_ranks, run_on_ranks
 from booster_testing.reference import ReferencePlugin
+from booster_tools import TrainingFunctions
 from booster_tools.cli import plan as plan_command
 from booster_tools.planning import Candidate, Devices, candidates, plan
 from booster_tools.planning.processes import in_processes
@@ -18,10 +19,13 @@ import torch
 
 def build():
     model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
-    return model, torch.optim.AdamW(model.parameters()), lambda outputs, batch: outputs.square().mean()
+    return model, torch.optim.AdamW(model.parameters())
 
 def batch():
     return torch.zeros(64, 256)
+
+def loss(outputs, batch):
+    return outputs.square().mean()
 """
 SIZES = ["--devices", "4", "--memory"]
 
@@ -65,7 +69,7 @@ def run(tmp_path, monkeypatch):
     path.write_text(SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
     return lambda *options, function="build": command_runner().invoke(
-        plan_command.command, [f"{path}:{function}", *options]
+        plan_command.command, [f"{path}:{function}", "--loss", "loss", *options]
     )
 
 
@@ -130,17 +134,20 @@ def test_a_script_that_is_none_is_named(name, message, tmp_path):
 
 def linear():
     model = torch.nn.Linear(256, 256)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda outputs, batch: outputs.sum()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+LINEAR = TrainingFunctions(linear, lambda: torch.zeros(64, 256), lambda outputs, batch: outputs.sum())
 
 
 def test_settings_that_do_not_fit_come_after_those_that_do():
     devices = Devices(number=4, memory_bytes=2**30)
-    found = plan(linear, lambda: torch.zeros(64, 256), devices)
+    found = plan(LINEAR, devices)
     assert [each.fits for each in found.settings] == [True, True, True, False]
     assert found.best is found.settings[0]
     assert found.settings[-1].step_seconds == float("inf")
     slow = Devices(number=4, memory_bytes=2**30, interconnect_bytes_per_second=1e6)
-    assert plan(linear, lambda: torch.zeros(64, 256), slow, plugins=["reference"]).best.step_seconds > 0.1
+    assert plan(LINEAR, slow, plugins=["reference"]).best.step_seconds > 0.1
 
 
 class Exhausting(ReferencePlugin):
@@ -156,8 +163,10 @@ def test_what_a_rank_holds_before_its_plan_stops_may_be_too_much(monkeypatch):
     model_bytes = 4 * 1000 * 1000
     for memory, fits in ((model_bytes // 2, "no"), (10**9, "not planned")):
         found = plan(
-            lambda: (net := torch.nn.Linear(1000, 1000, bias=False), torch.optim.SGD(net.parameters())),
-            lambda: torch.zeros(4, 1000),
+            TrainingFunctions(
+                lambda: (net := torch.nn.Linear(1000, 1000, bias=False), torch.optim.SGD(net.parameters())),
+                lambda: torch.zeros(4, 1000),
+            ),
             Devices(number=2, memory_bytes=memory),
             settings=[Candidate(name="exhausting")],
         )
@@ -211,7 +220,7 @@ def test_settings_are_planned_in_a_process_whose_threads_of_autograd_forks_lack(
 
 def test_nothing_to_compare_raises():
     with pytest.raises(ConfigError, match="no setting to plan"):
-        plan(linear, lambda: torch.zeros(64, 256), Devices(number=4, memory_bytes=1), settings=[])
+        plan(LINEAR, Devices(number=4, memory_bytes=1), settings=[])
 
 
 def test_figures_of_devices_are_checked():

@@ -36,15 +36,19 @@ class Net(nn.Module):
 
 def build():
     model = Net()
-    return model, torch.optim.AdamW(model.parameters()), lambda outputs, batch: outputs.square().mean()
+    return model, torch.optim.AdamW(model.parameters())
 
 
 def batch():
     return {"x": torch.ones(512, WIDTH)}
 
 
+def squared(outputs, batch):
+    return outputs.square().mean()
+
+
 def training(make=build, **options):
-    return TrainingStep(build=make, share=shares_of(batch), **options)
+    return TrainingStep(build=make, share=shares_of(batch), criterion=squared, **options)
 
 
 def predict(make, world_size, rank=0, plugin_class=ReferencePlugin, **options):
@@ -88,7 +92,7 @@ class Choosing(Net):
 
 def choosing():
     model = Choosing()
-    return model, torch.optim.AdamW(model.parameters()), lambda outputs, batch: outputs.sum()
+    return model, torch.optim.AdamW(model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,7 @@ class Distributed(Net):
 
 def distributed():
     model = Distributed()
-    return model, torch.optim.AdamW(model.parameters()), lambda outputs, batch: outputs.square().mean()
+    return model, torch.optim.AdamW(model.parameters())
 
 
 def traffic_of_dtensor():

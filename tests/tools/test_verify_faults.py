@@ -9,7 +9,7 @@ from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyMLP
 from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin, ReferenceStateAdapter
-from booster_tools import verify
+from booster_tools import TrainingFunctions, verify
 from booster_tools.rehearsal import random_state_kept
 
 TARGET = torch.linspace(-1, 1, 4)
@@ -21,16 +21,19 @@ def mse(outputs, _):
 
 def build():
     model = TinyMLP()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), mse
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def batch(samples=4):
     return {"x": torch.randn(samples, 8, generator=torch.Generator().manual_seed(0))}
 
 
+FUNCTIONS = TrainingFunctions(build, batch, mse)
+
+
 def verify_plugin(plugin_class, precision):
     before = torch.get_rng_state()
-    report = verify(build, plugin_class(), batch(), mixed_precision=precision)
+    report = verify(FUNCTIONS, plugin_class(), mixed_precision=precision)
     assert torch.equal(torch.get_rng_state(), before)
     report.check()
     assert "trains as one process does" in str(report)
@@ -120,11 +123,14 @@ class Looking(nn.Module):
 
 def build_looking():
     model = Looking()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4), lambda outputs, _: (outputs - 1).square().mean()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
 def verify_looking(plugin_class):
-    report = verify(build_looking, plugin_class(), {"x": torch.arange(4)}, mixed_precision="bf16")
+    looking = TrainingFunctions(
+        build_looking, lambda: {"x": torch.arange(4)}, lambda outputs, _: (outputs - 1).square().mean()
+    )
+    report = verify(looking, plugin_class(), mixed_precision="bf16")
     return {found.name for found in report.unexplained if found.what == "update"}, str(report)
 
 
@@ -156,7 +162,7 @@ class Waiting(ReferencePlugin):
 
 
 def verify_waiting():
-    verify(build, Waiting(), batch())
+    verify(FUNCTIONS, Waiting())
 
 
 def test_a_plugin_that_waits_for_other_launches_is_refused():
@@ -175,11 +181,11 @@ class RenamesOutputs(ReferencePlugin):
 
 def build_with_decay():
     model = TinyMLP()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1.0), mse
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1.0)
 
 
 def found_by(plugin_class, make=build):
-    report = verify(make, plugin_class(), batch())
+    report = verify(TrainingFunctions(make, batch, mse), plugin_class())
     with pytest.raises(GradientError, match="differs from one process"):
         report.check()
     return [(found.what, found.name) for found in report.unexplained]
@@ -208,7 +214,7 @@ def test_a_broken_plugin_is_found_and_its_first_fault_is_named(plugin_class, fir
 
 def dropping():
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda outputs, batch: outputs.square().mean()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def rates_after_verify():
@@ -218,7 +224,12 @@ def rates_after_verify():
         made.append(dropping())
         return made[-1]
 
-    verify(build_one, ReferencePlugin(), torch.randn(4, 4, generator=torch.Generator().manual_seed(0))).check()
+    functions = TrainingFunctions(
+        build_one,
+        lambda: torch.randn(4, 4, generator=torch.Generator().manual_seed(0)),
+        lambda outputs, batch: outputs.square().mean(),
+    )
+    verify(functions, ReferencePlugin()).check()
     return [model[1].p for model, *_ in made]
 
 
@@ -231,15 +242,10 @@ def unseeded():
     with torch.no_grad():
         next(model.parameters()).add_(torch.rand((), generator=torch.Generator().manual_seed(unseeded.calls)))
     unseeded.calls += 1
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda outputs, batch: outputs.mean()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 unseeded.calls = 0
-
-
-def no_loss():
-    model = TinyMLP()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def no_optimizer():
@@ -247,19 +253,19 @@ def no_optimizer():
 
 
 REFUSED = {
-    "unseeded": (unseeded, torch.zeros(4, 8), "`build` makes other weights each time"),
-    "uneven": (build, batch(3), "A batch of 3 samples can't be shared evenly by 2"),
-    "no-samples": (build, {"x": torch.tensor(1)}, "A batch of no samples"),
-    "not-a-tuple": (TinyMLP, torch.zeros(4, 8), "`build` returns .*; got `TinyMLP`"),
-    "no-optimizer": (no_optimizer, torch.zeros(4, 8), "`build` returns .*; got `TinyMLP, NoneType`"),
-    "no-loss": (no_loss, torch.zeros(4, 8), "have no loss"),
+    "unseeded": (unseeded, torch.zeros(4, 8), mse, "`build` makes other weights each time"),
+    "uneven": (build, batch(3), mse, "A batch of 3 samples can't be shared evenly by 2"),
+    "no-samples": (build, {"x": torch.tensor(1)}, mse, "A batch of no samples"),
+    "not-a-tuple": (TinyMLP, torch.zeros(4, 8), mse, "`build` returns .*; got `TinyMLP`"),
+    "no-optimizer": (no_optimizer, torch.zeros(4, 8), mse, "`build` returns .*; got `TinyMLP, NoneType`"),
+    "no-loss": (build, torch.zeros(4, 8), None, "have no loss"),
 }
 
 
 def refused(case):
-    make, data, message = REFUSED[case]
+    make, data, loss, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
-        verify(make, ReferencePlugin(), data)
+        verify(TrainingFunctions(make, lambda: data, loss), ReferencePlugin())
     return True
 
 

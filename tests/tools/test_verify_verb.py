@@ -16,10 +16,13 @@ from booster_testing.models import TinyMLP
 
 def build():
     model = TinyMLP()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda outputs, batch: outputs.square().mean()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 def batch():
     return {"x": torch.ones(4, 8)}
+
+def loss(outputs, batch):
+    return outputs.square().mean()
 """
 RANK = """
 import sys
@@ -43,20 +46,20 @@ def verify(tmp_path_factory, scripts):
 
 
 def test_a_right_plugin_is_verified(verify):
-    done = verify("build", "batch", "reference", "1", "")
+    done = verify("build", "batch", "loss", "reference", "1", "")
     assert done.codes == [0, 0], done.output
     assert done.output.count("plugin 'reference' on 2 rank(s) trains as one process does") == 1
 
 
 def test_options_and_mistakes_reach_the_plugin_and_the_user(verify):
-    done = verify("absent", "batch", "reference", "1", "", "precision=bf16")
+    done = verify("absent", "batch", "loss", "reference", "1", "", "precision=bf16")
     assert done.codes == [2, 2], done.output
     (line,) = (line for line in done.output.splitlines() if line.startswith("booster verify:"))
     assert "has no function 'absent'" in line
-    done = verify("build", "batch", "reference", "1", "", "precision")
+    done = verify("build", "batch", "loss", "reference", "1", "", "precision")
     assert done.codes == [2, 2], done.output
     assert "`--option precision` is not NAME=VALUE" in done.output
-    done = verify("build", "batch", "reference", "1", "", "precision=bf15")
+    done = verify("build", "batch", "loss", "reference", "1", "", "precision=bf15")
     assert done.codes == [2, 2], done.output
     assert "bf15" in done.output
 
@@ -81,7 +84,7 @@ def test_the_command_starts_ranks_and_returns_their_status(returned, written, st
     assert arguments[:4] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     rank = "booster_tools.cli._verify_rank"
     assert arguments[4:6] == ["-m", rank]
-    assert arguments[7:] == ["train.py:build", "batch", "zero", "2", "bf16", "stage=2"]
+    assert arguments[7:] == ["train.py:build", "batch", "", "zero", "2", "bf16", "stage=2"]
 
 
 def test_a_missing_file_is_told_before_ranks_start(monkeypatch, tmp_path):

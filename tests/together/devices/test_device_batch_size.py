@@ -14,7 +14,8 @@ from simulated_device import NAME, run_on_devices
 from booster_core import Booster
 from booster_core.errors import BudgetError, ConfigError
 from booster_core.ranks import DistCoordinator
-from booster_tools import find_batch_size
+from booster_runtime.data import move_batch
+from booster_tools import TrainingFunctions, find_batch_size
 
 START, FITTING, LENGTH = 24, 6, 48
 
@@ -30,15 +31,22 @@ def build():
     return model, device_smoke.make_optimizer(model)
 
 
-def backward(booster, model, optimizer, batch_size):
-    tokens = torch.randint(64, (batch_size, LENGTH), device=booster.device)
-    loss = model(input_ids=tokens, labels=tokens).loss
+def batch(samples):
+    tokens = torch.randint(64, (samples, LENGTH))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+FUNCTIONS = TrainingFunctions(build, batch)
+
+
+def backward(booster, model, optimizer, batch):
+    loss = model(**batch).loss
     booster.backward(loss, optimizer)
     return loss.detach()
 
 
-def step(booster, model, optimizer, batch_size):
-    loss = backward(booster, model, optimizer, batch_size)
+def step(booster, model, optimizer, batch):
+    loss = backward(booster, model, optimizer, batch)
     optimizer.clip_grad_by_norm(1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -53,8 +61,8 @@ def train(booster, size):
     losses = []
     for _ in range(3):
         with booster.no_sync(model, optimizer):
-            losses.append(backward(booster, model, optimizer, size))
-        losses.append(step(booster, model, optimizer, size))
+            losses.append(backward(booster, model, optimizer, move_batch(batch(size), booster.device)))
+        losses.append(step(booster, model, optimizer, move_batch(batch(size), booster.device)))
     peak = torch.simulated.max_memory_allocated()
     shards = [shard for group in optimizer.optim.param_groups for shard in group["params"]]
     return [each.detach().to("cpu", copy=True) for each in (*losses, *shards, torch.rand(1))], peak
@@ -69,7 +77,7 @@ def find(case):
     gc.collect()  # what the training before left
     before = torch.get_rng_state(), torch.simulated.memory_allocated(), torch.is_grad_enabled()
     with sim.memory_limit(int(1.1 * peak) if last else 1 << 34):
-        found = find_batch_size(step, START, booster=booster, build=build)
+        found = find_batch_size(FUNCTIONS, START, booster=booster)
     after = torch.get_rng_state(), torch.simulated.memory_allocated(), torch.is_grad_enabled()
     assert before[0].equal(after[0])
     assert before[1:] == after[1:]
@@ -91,7 +99,7 @@ def test_the_size_that_fits_is_found_and_leaves_no_trace(name, simulated_device)
 
 def refuse(case, error, message, limit=1 << 34, start=START, own_step=step):
     with pytest.raises(error, match=message), sim.memory_limit(limit):
-        find_batch_size(own_step, start, booster=booster_of(case), build=build)
+        find_batch_size(FUNCTIONS, start, booster=booster_of(case), step=own_step)
 
 
 def fail(*arguments):
@@ -101,8 +109,8 @@ def fail(*arguments):
     step(*arguments)
 
 
-def look(booster, model, optimizer, batch_size):
-    model(input_ids=torch.zeros(batch_size, LENGTH, dtype=torch.long, device=booster.device))
+def look(booster, model, optimizer, batch):
+    model(**batch)
 
 
 @pytest.mark.parametrize(
@@ -126,24 +134,23 @@ def test_what_cannot_be_tried_is_refused_on_every_rank(name, error, message, opt
     run_on_devices(refuse, 2, simulated_device, CASES[name], error, message, **options)
 
 
-def fail_in_a_library(booster, model, optimizer, batch_size):
-    if batch_size > 12 and DistCoordinator().rank == 1:
+def fail_in_a_library(booster, model, optimizer, batch):
+    if len(batch["labels"]) > 12 and DistCoordinator().rank == 1:
         msg = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
         raise RuntimeError(msg)
-    step(booster, model, optimizer, batch_size)
+    step(booster, model, optimizer, batch)
 
 
 def find_without_memory_for_libraries(case):
-    return find_batch_size(fail_in_a_library, START, booster=booster_of(case), build=build)
+    return find_batch_size(FUNCTIONS, START, booster=booster_of(case), step=fail_in_a_library)
 
 
 def test_memory_that_a_library_lacks_is_lacking_too(simulated_device):
     assert run_on_devices(find_without_memory_for_libraries, 2, simulated_device, CASES["ddp"]) == [(12, 2)] * 2
 
 
-def overflow(booster, model, optimizer, batch_size):
-    tokens = torch.zeros(batch_size, LENGTH, dtype=torch.long, device=booster.device)
-    booster.backward(model(input_ids=tokens, labels=tokens).loss * float("nan"), optimizer)
+def overflow(booster, model, optimizer, batch):
+    booster.backward(model(**batch).loss * float("nan"), optimizer)
     optimizer.step()
     sizes.append(len(optimizer.state))
     optimizer.zero_grad()
@@ -154,7 +161,7 @@ sizes = []
 
 def find_under_fp16(case):
     sizes.clear()
-    found = find_batch_size(overflow, START, booster=booster_of(case, "fp16"), build=build)
+    found = find_batch_size(FUNCTIONS, START, booster=booster_of(case, "fp16"), step=overflow)
     return found, min(sizes)
 
 

@@ -12,6 +12,7 @@ from booster_core.lazy_import import public_names
 if TYPE_CHECKING:
     from booster_tools.batch_size import BatchSize, find_batch_size
     from booster_tools.determinism import deterministic
+    from booster_tools.functions import TrainingFunctions
     from booster_tools.guarding import guard
     from booster_tools.notebooks import notebook_launch
     from booster_tools.planning import choose_plugin, plan
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchSize",
+    "TrainingFunctions",
     "choose_plugin",
     "deterministic",
     "find_batch_size",
@@ -38,6 +40,7 @@ __getattr__, __dir__ = public_names(
     {
         ".batch_size": ["BatchSize", "find_batch_size"],
         ".determinism": ["deterministic"],
+        ".functions": ["TrainingFunctions"],
         ".guarding": ["guard"],
         ".notebooks": ["notebook_launch"],
         ".planning": ["choose_plugin", "plan"],

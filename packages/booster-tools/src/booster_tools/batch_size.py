@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from booster_core.errors import BudgetError, ConfigError
+from booster_runtime.data import move_batch
 from booster_tools.planning.candidates import check_plannable
 from booster_tools.planning.recorder import recorded
 from booster_tools.planning.world import planned_world
 from booster_tools.rehearsal import built, random_state_kept, without_step_hooks
-from booster_tools.verification.losses import has_stages
+from booster_tools.verification.losses import Losses, has_stages, loss_of_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from booster_core import Booster
     from booster_core.plugin import OptimizerWrapper, Plugin
+    from booster_tools.functions import TrainingFunctions
 
 _STEPS = 2
 """The first makes the optimizer's state and lays out buckets; the second has all that stays."""
@@ -51,16 +53,16 @@ class BatchSize(NamedTuple):
 
 
 def find_batch_size(
-    step: Callable[[Booster, nn.Module, OptimizerWrapper, int], object],
+    functions: TrainingFunctions,
     start: int,
     *,
     booster: Booster,
-    build: Callable[[], tuple[Any, ...]],
+    step: Callable[[Booster, nn.Module, OptimizerWrapper, Any], object] | None = None,
 ) -> BatchSize:
     """Return the largest batch size whose training step fits on every rank, and how many of them make a step.
 
-    Call it after the launch, before the training's own model is built. Beginning with ``start``, it trains a model that
-    ``build`` makes for two steps; where a rank's device runs out of memory, all ranks go on with half the size, or the
+    Call it after the launch, before the training's own model is built. Beginning with ``start``, it trains a model for
+    two steps; where a rank's device runs out of memory, all ranks go on with half the size, or the
     next smaller divisor of ``start``, and then accumulate gradients over two micro-batches in each step. Nothing stays:
     no model, no state of a plugin or random generator.
 
@@ -73,20 +75,19 @@ def find_batch_size(
             model = make_model()
             return model, torch.optim.AdamW(model.parameters())
 
-        def step(booster, model, optimizer, batch_size):
-            tokens = torch.zeros(batch_size, 4096, dtype=torch.long, device=booster.device)
-            booster.backward(model(tokens, labels=tokens).loss, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+        def batch(samples):
+            tokens = torch.zeros(samples, 4096, dtype=torch.long)
+            return {"input_ids": tokens, "labels": tokens}
 
-        size, accumulation = find_batch_size(step, 64, booster=booster, build=build)
+        size, accumulation = find_batch_size(TrainingFunctions(build, batch), 64, booster=booster)
         model, optimizer, *_ = booster.boost(*build())
 
     Args:
-        step: Trains a step on so many samples of the largest kind, with the Booster, model and optimizer it is given.
+        functions: Make model, optimizer and, given their number, samples of the largest kind, and compute the loss.
         start: Samples of a step of one data parallel rank; the size to try first.
         booster: Its plugin, precision and device are those of the tries; it boosts nothing.
-        build: Returns ``(model, optimizer)`` or ``(model, optimizer, criterion)``, new ones each time.
+        step: Trains a step where the loop is another than forward, backward and step of one batch, with the Booster,
+            model, optimizer and batch that it is given.
 
     Raises:
         TypeError: If ``start`` is no int.
@@ -94,7 +95,7 @@ def find_batch_size(
             that raises, or the plugin has a pipeline, whose number of micro-batches it sets itself, offloads, waits for
             other launches, or can't be copied.
         BudgetError: If one sample does not fit.
-        Exception: What ``build`` or ``step`` raise but for lack of memory, on every rank.
+        Exception: What the functions raise except for lack of memory, on every rank.
 
     Collective: every rank of the world.
     """
@@ -105,7 +106,7 @@ def find_batch_size(
     for size in _halves(start):
         problem: str | None = None
         with coordinator.together("find_batch_size"), random_state_kept(booster.device):
-            problem = _try(step, size, booster, build, accumulates=size < start)
+            problem = _try(functions, size, booster, step, accumulates=size < start)
         problems = coordinator.all_gather_object(problem, name="find_batch_size")
         if not any(problems):
             return BatchSize(size, start // size)
@@ -148,10 +149,10 @@ def _halves(start: int) -> Iterator[int]:
 
 
 def _try(
-    step: Callable[..., object],
+    functions: TrainingFunctions,
     size: int,
     booster: Booster,
-    build: Callable[[], tuple[Any, ...]],
+    step: Callable[..., object] | None,
     *,
     accumulates: bool,
 ) -> str | None:
@@ -159,7 +160,7 @@ def _try(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="module forward hook with ``always_call=True`` raised")
-            _train(step, size, booster, build, accumulates=accumulates)
+            _train(functions, size, booster, step or _step_of(functions), accumulates=accumulates)
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and _OF_A_LIBRARY not in str(error):
             raise
@@ -171,11 +172,24 @@ def _try(
     return None
 
 
+def _step_of(functions: TrainingFunctions) -> Callable[..., object]:
+    """Return a training step on one batch."""
+    losses = Losses.by_criterion(functions.loss or loss_of_outputs, drops_entries=True)
+
+    def step(booster: Booster, model: nn.Module, optimizer: OptimizerWrapper, batch: Any) -> None:
+        loss, _ = losses.forward(model, batch)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def _train(
-    step: Callable[..., object],
+    functions: TrainingFunctions,
     size: int,
     booster: Booster,
-    build: Callable[[], tuple[Any, ...]],
+    step: Callable[..., object],
     *,
     accumulates: bool,
 ) -> None:
@@ -186,18 +200,21 @@ def _train(
         stack.enter_context(planned_world(coordinator.world_size, coordinator.rank, on_host=True))
         stack.enter_context(recorded(computes=True, is_alone=True))
         second = without_step_hooks(booster, _copied(booster.plugin))
-        model, optimizer, *others = second.boost(*built(build))
-        del others
+        model, optimizer, *_ = second.boost(*built(functions.build))
         taken: list[bool] = []
         optimizer.on_step.append(lambda _, metrics: taken.append(not metrics["skipped"]))
         for each in optimizer.scaling.optimizers:
             # What others send has no values, and a step that is skipped for them would make no state.
             each.overflow_anywhere = lambda _: False  # type: ignore[method-assign,assignment]
+
+        def samples() -> Any:
+            return move_batch(functions.batch(size), booster.device)
+
         for _ in range(_STEPS):
             if accumulates:  # a backward onto gradients that are there holds more than the first
                 with _without_its_end(second, model, optimizer):
-                    step(second, model, optimizer, size)
-            step(second, model, optimizer, size)
+                    step(second, model, optimizer, samples())
+            step(second, model, optimizer, samples())
         if not any(taken):
             msg = (
                 "`step` of `find_batch_size` took no optimizer step, so that the optimizer's state is not there. It "

@@ -72,19 +72,22 @@ def first_of(loader: Iterable[Any], *, what: str) -> Any:
     raise ConfigError(msg)
 
 
-def built(build: Callable[[], tuple[Any, ...]]) -> tuple[nn.Module, Optimizer, Any]:
-    """Return model, optimizer, and criterion or ``None``.
+def built(build: Callable[[], tuple[Any, ...]]) -> tuple[nn.Module, Optimizer]:
+    """Return model and optimizer.
 
     Raises:
         ConfigError: If ``build`` returns something else.
     """
     made = build()
     kinds = (nn.Module, torch.optim.Optimizer)
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not all(map(isinstance, made, kinds)):
+    if not isinstance(made, tuple) or len(made) != 2 or not all(map(isinstance, made, kinds)):
         got = ", ".join(type(each).__name__ for each in made) if isinstance(made, tuple) else type(made).__name__
-        msg = f"`build` returns (model, optimizer) or (model, optimizer, criterion); got `{got}`."
+        msg = (
+            f"`build` returns (model, optimizer); got `{got}`. A criterion is another function: "
+            "`TrainingFunctions(build, batch, loss)`, or `--loss` of the command."
+        )
         raise ConfigError(msg)
-    return made[0], made[1], made[2] if len(made) == 3 else None
+    return made[0], made[1]
 
 
 def share_of(batch: Any, index: int, size: int) -> Any:

@@ -15,18 +15,16 @@ from booster_tools.verification import verify
 from booster_tools.verification.script import functions_of
 
 
-def main(build: str, batch: str, plugin: str, steps: str, precision: str, *options: str) -> int:
+def main(build: str, batch: str, loss: str, plugin: str, steps: str, precision: str, *options: str) -> int:
     """Verify, print the result on the first rank, and return the exit status.
 
     Collective: every rank of the world.
     """
     coordinator = launch_from_torch()
     try:
-        make, make_batch = functions_of(build, batch)
+        functions = functions_of(build, batch, loss or None)
         options_by_name = dict(map(option_value, options))
-        report = verify(
-            make, load(plugin)(**options_by_name), make_batch(), int(steps), mixed_precision=precision or None
-        )
+        report = verify(functions, load(plugin)(**options_by_name), int(steps), mixed_precision=precision or None)
     except (BoosterError, TypeError) as error:
         if coordinator.is_master():
             click.echo(f"booster verify: {error}", err=True)

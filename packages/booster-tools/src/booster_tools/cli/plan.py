@@ -29,6 +29,7 @@ _RATES = {"MBPS": 1e6 / 8, "GBPS": 1e9 / 8, "TBPS": 1e12 / 8, "MB/S": 1e6, "GB/S
 @click.option("--plugin", "plugins", multiple=True, help="Compare only this plugin; repeatable.  [default: all]")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An argument of the one plugin.")
 @click.option("--batch", default="batch", show_default=True, help="Function of the same file that makes the batch.")
+@click.option("--loss", help="Function of the same file: loss(outputs, batch).  [default: the outputs' own loss]")
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "bf16", "fp16", "pure-bf16"]),
@@ -50,16 +51,17 @@ def command(
     plugins: tuple[str, ...],
     options: tuple[str, ...],
     batch: str,
+    loss: str | None,
     precision: str | None,
     processes: int | None,
     as_json: bool,
 ) -> None:
     """Predict memory and communication of a script's training under the installed plugins, and rank them.
 
-    FILE:FUNCTION, such as `train.py:build`, names a function that returns (model, optimizer) or (model, optimizer,
-    criterion); another one of that file returns the whole batch, as for `booster verify`. `--model` plans a language
-    model of transformers with AdamW in its place. The plugins' own code runs on this machine, on tensors without
-    values. The exit status is 1 where no setting fits.
+    FILE:FUNCTION, such as `train.py:build`, names a function that returns (model, optimizer); others of that file
+    return the whole batch and, if need be, compute the loss, as for `booster verify`. `--model` plans a language model
+    of transformers with AdamW in its place. The plugins' own code runs on this machine, on tensors without values. The
+    exit status is 1 where no setting fits.
     """
     from booster_core.errors import BoosterError
     from booster_core.run_settings import option_value
@@ -77,10 +79,10 @@ def command(
             shape = {"length": length, "samples": samples or devices}
             functions = language_model(pretrained, **shape, recomputes=recompute)
         else:
-            functions = functions_of(str(build), batch)
+            functions = functions_of(str(build), batch, loss)
         given = dict(map(option_value, options))
         found = plan(
-            *functions,
+            functions,
             Devices(
                 number=devices,
                 memory_bytes=int(_parse("memory", memory, _BYTES)),

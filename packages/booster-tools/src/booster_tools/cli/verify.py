@@ -19,6 +19,7 @@ import click
 @click.option("--plugin", required=True, help="Name of an installed plugin.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An argument of the plugin; repeatable.")
 @click.option("--batch", default="batch", show_default=True, help="Function of the same file that makes the batch.")
+@click.option("--loss", help="Function of the same file: loss(outputs, batch).  [default: the outputs' own loss]")
 @click.option("--nproc", default=2, show_default=True, help="Number of ranks on this machine.")
 @click.option("--steps", default=2, show_default=True, help="Number of training steps.")
 @click.option(
@@ -27,12 +28,20 @@ import click
     help="As for Booster.  [default: by the model]",
 )
 def command(
-    *, build: str, plugin: str, options: tuple[str, ...], batch: str, nproc: int, steps: int, precision: str | None
+    *,
+    build: str,
+    plugin: str,
+    options: tuple[str, ...],
+    batch: str,
+    loss: str | None,
+    nproc: int,
+    steps: int,
+    precision: str | None,
 ) -> None:
     """Train a script's model under a plugin and in one process, and say where the two differ.
 
-    FILE:FUNCTION, such as `train.py:build`, names a function that returns (model, optimizer) or (model, optimizer,
-    criterion); another one of that file returns the whole batch. The exit status is 1 where outputs, losses, gradients
+    FILE:FUNCTION, such as `train.py:build`, names a function that returns (model, optimizer); others of that file
+    return the whole batch and, if need be, compute the loss. The exit status is 1 where outputs, losses, gradients
     or updates differ by more than rounding.
     """
     file = build.rpartition(":")[0]
@@ -49,6 +58,7 @@ def command(
         str(status),
         build,
         batch,
+        loss or "",
         plugin,
         str(steps),
         precision or "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_tools.planning.candidates import Candidate, candidates
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from booster_core.plugin import Plugin
+    from booster_tools.functions import TrainingFunctions
 
 _GIB = 2**30
 
@@ -136,8 +137,7 @@ class Plan:
 
 
 def plan(
-    build: Callable[[], tuple[Any, ...]],
-    batch: Callable[[], Any],
+    functions: TrainingFunctions,
     devices: Devices,
     *,
     plugins: Iterable[str] | None = None,
@@ -150,9 +150,7 @@ def plan(
     """Predict a training step under the installed plugins, and rank them.
 
     Args:
-        build: Returns ``(model, optimizer)`` or ``(model, optimizer, criterion)``, as for `verify`; called once for
-            each setting.
-        batch: Returns the whole batch, which data parallel ranks share evenly.
+        functions: Make model, optimizer and the whole batch, once for each setting, and compute the loss.
         devices: What to plan for.
         plugins: Names of the plugins to compare; all that are installed by default.
         settings: What to compare instead.
@@ -174,7 +172,13 @@ def plan(
         msg = "There is no setting to plan. Install a plugin, such as booster-zero, or name one that is installed."
         raise ConfigError(msg)
 
-    training = TrainingStep(build=build, share=shares_of(batch), mixed_precision=mixed_precision, steps=steps)
+    training = TrainingStep(
+        build=functions.build,
+        share=shares_of(functions.batch),
+        criterion=functions.loss,
+        mixed_precision=mixed_precision,
+        steps=steps,
+    )
 
     def work(place: int) -> Planned:
         return planned(chosen[place], devices, partial(simulate, training, world_size=devices.number))

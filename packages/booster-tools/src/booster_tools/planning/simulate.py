@@ -54,9 +54,10 @@ class TrainingStep:
     """What is simulated or measured.
 
     Args:
-        build: Returns ``(model, optimizer)`` or ``(model, optimizer, criterion)``, as for `verify`.
+        build: Returns ``(model, optimizer)``, as for `TrainingFunctions`.
         share: Returns what a data parallel rank gets of the batch, given its index and the number of these ranks; see
             `shares_of`.
+        criterion: What the model is boosted with, for `train_batch`.
         loss: Returns the loss of the boosted model and a share; ``None`` steps by `train_batch`.
         mixed_precision: As for `Booster`.
         steps: Steps to take; the last one is counted.
@@ -66,6 +67,7 @@ class TrainingStep:
 
     build: Callable[[], tuple[Any, ...]]
     share: Callable[[int, int], Any]
+    criterion: Callable[..., Any] | None = None
     loss: Callable[[torch.nn.Module, Any], Tensor] | None = None
     mixed_precision: PrecisionPolicy | str | None = None
     steps: int = STEPS
@@ -250,7 +252,7 @@ def _take_steps(
     training: TrainingStep, plugin: Plugin, recorder: StepRecorder, stage: _Stage | None = None
 ) -> StepCost:
     started = time.perf_counter()
-    model, optimizer, criterion = built(training.build)
+    model, optimizer = built(training.build)
     if recorder.is_alone and not training.on_host:
         _step_as_on_accelerators(optimizer)
     # Plans are made with the CPU's tensors, whatever accelerator is here.
@@ -262,7 +264,7 @@ def _take_steps(
         if isinstance(leaf, Tensor):
             recorder.note(leaf)
     parts = [share] if stage is None else stage.pipeline.microbatches(share)
-    boosted = booster.boost(model, optimizer, criterion)
+    boosted = booster.boost(model, optimizer, training.criterion)
     del model, optimizer
     recorder.watch(boosted)
     for step in range(training.steps):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,21 +14,19 @@ from booster_tools.verification.report import Verification
 from booster_tools.verification.run import compare_with_one_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from booster_core.plugin import Plugin
     from booster_core.precision import PrecisionPolicy
+    from booster_tools.functions import TrainingFunctions
 
 _SEED = 20
 
 
 def verify(
-    build: Callable[[], tuple[Any, ...]],
+    functions: TrainingFunctions,
     plugin: Plugin | str,
-    batch: Any,
     steps: int = 2,
     *,
     mixed_precision: PrecisionPolicy | str | None = None,
@@ -41,12 +39,8 @@ def verify(
     afterwards.
 
     Args:
-        build: Returns ``(model, optimizer)`` or ``(model, optimizer, criterion)``, with the same weights each time it
-            is called under the same seed. The criterion is called as ``criterion(outputs, batch)`` and returns a mean
-            over samples; without one the model's own ``outputs.loss`` is taken.
+        functions: Make model, optimizer and the whole batch, the same on every rank, and compute the loss.
         plugin: The plugin, or the name of an installed one.
-        batch: The whole batch, the same on every rank, which data parallel ranks share evenly: a mapping becomes
-            keyword arguments of the model, a list or tuple positional ones.
         steps: Number of training steps, all on this batch.
         mixed_precision: As for `Booster`.
         tolerance: Largest relative error of outputs, losses and gradients that counts as rounding; by the precision
@@ -64,20 +58,18 @@ def verify(
     started = time.perf_counter()
     booster = Booster(mixed_precision=mixed_precision, plugin=plugin)
     coordinator = booster.context.coordinator
-    criteria: list[Callable[[Any, Any], Tensor]] = []
 
     def make() -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(_SEED)
-        model, optimizer, criterion = built(build)
-        criteria.append(criterion or loss_of_outputs)
-        return model, optimizer
+        return built(functions.build)
 
     with random_state_kept(booster.device):
         _, size = booster.plugin.data_parallel_coordinates(coordinator)
         with coordinator.together("verify"):
             check_trains_alone(booster.plugin)
+            batch = functions.batch()
             shares = [share_of(batch, one, size) for one in range(size)]
-        losses = Losses.by_criterion(lambda outputs, share: criteria[-1](outputs, share))  # noqa: PLW0108 - made later
+        losses = Losses.by_criterion(functions.loss or loss_of_outputs)
         differences = compare_with_one_process(booster, make, losses, shares, steps, what="verify", tolerance=tolerance)
     return Verification(
         plugin=booster.plugin.name,

@@ -145,7 +145,7 @@ def loss_of_outputs(outputs: Any, batch: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         msg = (
             f"The model's outputs (`{type(outputs).__name__}`) have no loss, and no criterion was given. For "
-            "`verify(build, ...)`, `build` returns it as its third value: it is called as `criterion(outputs, batch)`."
+            "`verify`, it is `TrainingFunctions(build, batch, loss)`, called as `loss(outputs, batch)`."
         )
         raise ConfigError(msg)
     return loss

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
+from booster_tools.functions import TrainingFunctions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +34,7 @@ def _module_of(path: Path) -> Any:
     return module
 
 
-def _function_of(module: Any, name: str, file: str) -> Callable[[], Any]:
+def _function_of(module: Any, name: str, file: str) -> Callable[..., Any]:
     """Return a function of a script.
 
     Raises:
@@ -43,13 +44,11 @@ def _function_of(module: Any, name: str, file: str) -> Callable[[], Any]:
     if not callable(found):
         msg = f"'{file}' has no function '{name}'."
         raise ConfigError(msg)
-    function: Callable[[], Any] = found
+    function: Callable[..., Any] = found
     return function
 
 
-def language_model(
-    name: str, *, length: int, samples: int, recomputes: bool = False
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def language_model(name: str, *, length: int, samples: int, recomputes: bool = False) -> TrainingFunctions:
     """Return functions that make a language model of transformers, its optimizer, and a batch of tokens.
 
     Args:
@@ -85,19 +84,21 @@ def language_model(
         tokens = torch.zeros(samples, length, dtype=torch.int64)
         return {"input_ids": tokens, "labels": tokens}
 
-    return build, batch
+    return TrainingFunctions(build, batch)
 
 
-def functions_of(build: str, batch: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return a script's functions that make what is trained, and the batch.
+def functions_of(build: str, batch: str, loss: str | None = None) -> TrainingFunctions:
+    """Return a script's functions that make what is trained, and the batch, and compute the loss.
 
     Args:
         build: ``FILE:FUNCTION``; without a function, ``build``.
-        batch: Name of the other function.
+        batch: Name of another function of the file.
+        loss: Name of a third; ``None`` for the loss that outputs have.
 
     Raises:
         ConfigError: If the file is no Python file, or has no such functions.
     """
     file, _, function = build.partition(":")
     module = _module_of(Path(file))
-    return _function_of(module, function or "build", file), _function_of(module, batch, file)
+    made = [_function_of(module, name, file) for name in (function or "build", batch, loss) if name is not None]
+    return TrainingFunctions(*made)
