@@ -60,7 +60,7 @@ def compile_layers(model: nn.Module, by: Choice = None, **options: Any) -> list[
         raise ConfigError(msg)
     compiled: dict[Callable[..., Any], Any] = {}
     for module in chosen:
-        own = vars(module).get("forward")
+        own: Any = vars(module).get("forward")
         function: Any = type(module).forward if own is None else getattr(own, "__func__", own)
         if function not in compiled:
             compiled[function] = _compile(function, options)
