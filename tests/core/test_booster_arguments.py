@@ -108,7 +108,8 @@ class _Cuda:
         self.current = 0
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: self.current)
 
 
 @pytest.mark.parametrize("asked", [None, "cuda"])
@@ -131,7 +132,7 @@ def test_device_asked_for_before_the_launch_of_several_processes(asked, monkeypa
     with pytest.raises(ConfigError, match=r"Call `booster_core\.launch\(\)` before the device is used"):
         _ = booster.device
     assert Booster("cuda:1").device == torch.device("cuda", 1), "what was said holds"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert Booster().device == torch.device("cpu")
 
 

@@ -29,6 +29,11 @@ def test_help_lists_every_verb_with_its_summary_and_imports_none():
         assert summary in output
 
 
+def test_the_command_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "booster_core"], check=False, capture_output=True, text=True)
+    assert (done.stdout + done.stderr).startswith("Usage: booster [OPTIONS]")
+
+
 def test_an_unknown_verb_is_refused():
     result = run("plugin")
     assert result.exit_code == 2

@@ -167,7 +167,7 @@ def test_wrong_types_are_refused(name):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here, so nccl can be asked for")
 def test_a_backend_that_cannot_run_here():
-    with pytest.raises(ConfigError, match="`backend='nccl'` needs CUDA"):
+    with pytest.raises(ConfigError, match="`backend='nccl'` needs a device of type 'cuda'"):
         launch_from_torch(backend="nccl")
 
 
@@ -216,9 +216,9 @@ class _Cuda:
 
     def __init__(self, monkeypatch, num_devices):
         self.current = None
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self, "current", device))
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: setattr(self, "current", device))
 
 
 @pytest.mark.parametrize(("local_rank", "num_devices", "index"), [(3, 4, 3), (3, 1, 0), (5, 4, 1)])

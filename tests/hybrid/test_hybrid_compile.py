@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiled_ways import in_place, layers, whole
+from compiled_ways import blocks, in_place, layers, whole
 from compiler_warnings import ignore_compiler_warnings
 
 from booster_core import Booster
@@ -51,7 +51,7 @@ def train(options, before=None, after=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(layers, None), (wrapped_layers, None), (None, layers)])
+@pytest.mark.parametrize(("before", "after"), [(layers, None), (blocks, None), (wrapped_layers, None), (None, layers)])
 def test_a_pipeline_of_compiled_parts_trains_as_eager_does(before, after):
     (_, expected), (_, found) = run_on_ranks(train, 2, PIPELINE), run_on_ranks(train, 2, PIPELINE, before, after)
     assert found == pytest.approx(expected, rel=1e-5)
@@ -73,6 +73,7 @@ def test_a_model_that_was_compiled_as_a_whole_is_not_cut(how):
         (whole, None),
         (in_place, None),
         (layers, None),
+        (blocks, None),
     ],
 )
 @pytest.mark.parametrize("options", [TENSOR, RING, ULYSSES, SPLIT], ids=["tp", "ring", "ulysses", "split"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from booster_runtime import compile_layers
+
 BACKEND = "aot_eager"
 
 
@@ -19,4 +21,9 @@ def in_place(model):
 def layers(model):
     for layer in model.model.layers:
         layer.compile(backend=BACKEND)
+    return model
+
+
+def blocks(model):
+    compile_layers(model, backend=BACKEND)
     return model

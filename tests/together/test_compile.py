@@ -10,11 +10,12 @@ from compiler_warnings import ignore_compiler_warnings
 from matrix import matrix
 
 from booster_core import Booster
+from booster_core.errors import ConfigError
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime import enable_activation_checkpointing, full_gradient
+from booster_runtime import compile_layers, enable_activation_checkpointing, full_gradient
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -33,7 +34,7 @@ RUNS = {
     "hybrid": (HybridParallelPlugin, {"tp_size": 2}, 2),
     "zero3": (HybridParallelPlugin, {"zero_stage": 3}, 2),
 }
-HOW = ["before", "method", "blocks", "wrapped-blocks", "after", "after-method", "checkpointed"]
+HOW = ["before", "method", "blocks", "wrapped-blocks", "after", "after-method", "checkpointed", "layers"]
 
 
 def compile_before(model, how, backend):
@@ -48,6 +49,8 @@ def compile_before(model, how, backend):
     if how in ("blocks", "checkpointed"):
         for layer in layers:
             layer.compile(backend=backend)
+    if how == "layers":
+        compile_layers(model, by="LlamaDecoderLayer", backend=backend)  # one layer alone is not found
     if how == "wrapped-blocks":
         for index, layer in enumerate(layers):
             layers[index] = torch.compile(layer, backend=backend)
@@ -106,40 +109,75 @@ def check(run, how, backend, timeout_seconds):
         assert losses == pytest.approx(plain_losses, rel=tolerance_for(torch.float32).relative)
         assert_same_tensors(tensors, plain_tensors, tolerance_for(torch.float32))
         assert set(tensors) == {"gradient", *names}
-        if how in ("before", "method", "blocks", "after-method"):
+        if how in ("before", "method", "blocks", "after-method", "layers"):
             assert listed == names
 
 
-def graphs_of_layers():
-    """Return how many graphs two compiled layers have under Gemini, after each of some steps."""
+def train_and_count(run, *, compiles, checkpoints=False):
+    """Return losses, gradients, parameters and names, and how many graphs there were after each step."""
     from torch._dynamo.backends.registry import lookup_backend
 
     ignore_compiler_warnings()
+    torch.compiler.reset()
     torch.manual_seed(0)
-    model = tiny_llama(num_hidden_layers=2)
-    graphs, after = [], []
+    graphs, after, losses = [], [], []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return lookup_backend("aot_eager")(graph, inputs)
 
-    for layer in model.model.layers:
-        layer.compile(backend=backend)
-    booster = Booster("cpu", plugin=GeminiPlugin())
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    for _ in range(3):
-        tokens = torch.arange(32).view(4, 8)
-        booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        after.append(len(graphs))
-    return after
+    plugin_class, options, _ = RUNS[run]
+    model = tiny_llama(num_hidden_layers=2)
+    if compiles:
+        assert compile_layers(model, backend=backend) == ["model.layers.0", "model.layers.1"]
+        with pytest.raises(ConfigError, match="or a part of it is compiled already"):
+            compile_layers(model)
+    if checkpoints:
+        enable_activation_checkpointing(model)
+    booster = Booster("cpu", plugin=plugin_class(**options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    with pytest.raises(ConfigError, match="before it is boosted"):
+        compile_layers(model)
+    gradients = {}
+    # Twice is enough for a layer; else the compiler would leave out the later layers of a long model.
+    limit = 8 if checkpoints else 2
+    with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
+        for step in range(3):
+            tokens = torch.arange(32).view(4, 8) + step
+            loss = model(input_ids=tokens, labels=tokens).loss
+            booster.backward(loss, optimizer)
+            if step == 0:
+                names = [name for name, _ in booster.unwrap(model).named_parameters()]
+                gradients = {f"gradient of {name}": full_gradient(booster, model, name) for name in names}
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            after.append(len(graphs))
+    return losses, gradients | whole_model(booster, model), list(model.state_dict()), after
 
 
-def test_compiled_layers_stay_whole_where_one_rank_has_all_values():
-    ((first, *later),) = run_on_ranks(graphs_of_layers, 1, timeout_seconds=120)
-    assert first == 1, "both layers are alike"
-    assert later == [first] * 2, "nothing is compiled again"
+BROKEN = {"gemini", "zero3"}
+"""Where a block that is recomputed gathers the parameters of its modules one by one."""
+
+
+@matrix(1, run=RUNS, checkpoints=[False, True])
+def test_layers_are_compiled_whole(run, checkpoints):
+    """One graph, which both layers share, the numbers of eager training, and the names of the user's model."""
+    world_size = RUNS[run][-1]
+    expected = run_on_ranks(train_and_count, world_size, run, compiles=False, checkpoints=checkpoints)
+    actual = run_on_ranks(train_and_count, world_size, run, compiles=True, checkpoints=checkpoints, timeout_seconds=120)
+    for (losses, tensors, names, after), (plain_losses, plain_tensors, plain_names, _) in zip(
+        actual, expected, strict=True
+    ):
+        assert losses == pytest.approx(plain_losses, rel=tolerance_for(torch.float32).relative)
+        assert_same_tensors(tensors, plain_tensors, tolerance_for(torch.float32))
+        assert names == plain_names
+        if run == "hybrid":  # each layer has its own, and again without the hooks of the first step
+            assert 2 <= after[0] <= after[1] == after[2] <= 4
+        elif checkpoints and run in BROKEN:
+            assert after[0] == after[1] == after[2]
+        else:
+            assert after == [1, 1, 1]
 
 
 @matrix(["hybrid-checkpointed"], run=RUNS, how=HOW)  # DDP has test_ddp_compile.py, experts test_expert_compile.py

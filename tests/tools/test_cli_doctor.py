@@ -39,14 +39,15 @@ def test_doctor_finds_a_healthy_machine_healthy():
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_doctor_names_devices_and_whether_nccl_can_be_tried(number, monkeypatch):
     card = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * 10**9)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda") if number else None)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     asked = []
     monkeypatch.setattr(doctor, "run_checks", lambda backend, *_: asked.append(backend) or {"launch": Finding("ok")})
     output = run().output
     for index in range(number):
-        assert f"CUDA device {index}: NVIDIA H100 80GB HBM3, 79.2 GiB\n" in output
+        assert f"cuda device {index}: NVIDIA H100 80GB HBM3, 79.2 GiB\n" in output
+    assert ("no GPU or other accelerator: torch sees CPUs only\n" in output) == (number == 0)
     assert ("nccl: not tried, because it needs 2 devices, one for each process\n" in output) == (number == 1)
     assert asked == (["gloo", "nccl"] if number == 2 else ["gloo"])
 

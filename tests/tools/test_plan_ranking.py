@@ -96,6 +96,12 @@ def test_the_setting_that_fits_is_printed_as_code(run):
     assert sorted(name for _, name in told) == settings  # in the order in which two processes are done
 
 
+def test_settings_with_one_problem_are_told_in_one_line(run):
+    done = run("--devices", "128", "--memory", "1GiB")  # of a batch of 64
+    (line,) = (line for line in done.stdout.splitlines() if "configurable(level=1)" in line)
+    assert line.startswith("not planned: configurable(), configurable(level=1), reference(): ")
+
+
 def test_options_are_part_of_the_code():
     text = Candidate(name="configurable", options={"level": 1}).code()
     assert text.splitlines()[1] == "booster = Booster(plugin=Configurable(level=1))"

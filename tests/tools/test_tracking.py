@@ -1,17 +1,24 @@
 """`track` hands each step's metrics and the loop's values to trackers."""
 
 import json
+import logging
 import math
+import re
+import time
+from unittest import mock
 
 import pytest
 import torch
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
+from booster_ddp import TorchDDPPlugin
+from booster_testing import run_on_ranks
 from booster_tools.tracking import (
     JsonLines,
     MLflow,
     ProgressBar,
+    Stragglers,
     TensorBoard,
     Tracker,
     Trackio,
@@ -181,3 +188,54 @@ def test_bad_arguments_raise(tmp_path):
     (tmp_path / "b.jsonl").write_text("loss 4\n")
     with pytest.raises(ConfigError, match="Line 1"):
         read_json_lines(tmp_path / "b.jsonl")
+
+
+class _Slow(torch.nn.Module):
+    """A block that takes long on rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        time.sleep(0.05 if torch.distributed.get_rank() == 1 else 0.005)
+        return self.inner(x)
+
+
+def measured(path):
+    model = torch.nn.Sequential(_Slow(), _Slow())
+    booster = Booster("cpu", plugin=TorchDDPPlugin())
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    warnings = []
+    with (
+        mock.patch.object(logging.getLogger("booster"), "warning", lambda _, *named: warnings.extend(named)),
+        track(optimizer, JsonLines(path), meters=[Stragglers(booster, model, every=2)]) as run,
+    ):
+        for _ in range(5):
+            inputs = torch.full((2, 4), float(torch.distributed.get_rank()))
+            booster.backward(model(inputs).mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(done=1)
+    hooks = [len(module._forward_hooks) for module in booster.unwrap(model)]
+    return warnings, hooks
+
+
+def test_a_slow_rank_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for warnings, hooks in run_on_ranks(measured, 2, path):
+        assert hooks == [0, 0]
+        assert len(warnings) == 2
+        assert all(re.match(r"rank 1 on \S+ \(1\.\d\d\)$", named) for named in warnings)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    compared = [row["step"] for row in rows if "slowest_rank" in row]
+    assert compared == [2, 4]
+    assert all(row["slowest_rank"] == 1.0 for row in rows if "slowest_rank" in row)
+    assert all(row["forward_seconds_max"] >= 0.1 for row in rows if "slowest_rank" in row)
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"threshold": 1.0}])
+def test_settings_of_stragglers(options):
+    booster, model, _ = boosted()
+    with pytest.raises(ConfigError, match="must be 1 or more, and"):
+        Stragglers(booster, model, by=torch.nn.Linear, **options)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -63,18 +64,32 @@ def test_options_and_mistakes_reach_the_plugin_and_the_user(verify):
     assert "bf15" in done.output
 
 
-def test_the_command_starts_ranks_and_returns_their_status(monkeypatch):
+@pytest.mark.parametrize(("returned", "written", "status"), [(0, 1, 1), (0, 0, 0), (3, None, 3)])
+def test_the_command_starts_ranks_and_returns_their_status(returned, written, status, monkeypatch, tmp_path):
     started = []
 
     def run(arguments, check):
         started.append(arguments)
-        return subprocess.CompletedProcess(arguments, 3)
+        if written is not None:
+            Path(arguments[7]).write_text(str(written))
+        return subprocess.CompletedProcess(arguments, returned)
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     given = ["train.py:build", "--plugin", "zero", "--option", "stage=2", "--nproc", "4", "--precision", "bf16"]
-    assert CliRunner().invoke(command, given).exit_code == 3
+    assert CliRunner().invoke(command, given).exit_code == status
     ((program, *arguments),) = started
     assert program == sys.executable
     assert arguments[:4] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     rank = "booster_tools.cli._verify_rank"
-    assert arguments[4:] == ["-m", rank, "train.py:build", "batch", "", "zero", "2", "bf16", "stage=2"]
+    assert arguments[4:6] == ["-m", rank]
+    assert arguments[7:] == ["train.py:build", "batch", "", "zero", "2", "bf16", "stage=2"]
+
+
+def test_a_missing_file_is_told_before_ranks_start(monkeypatch, tmp_path):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(command, ["train.py:build", "--plugin", "zero"])
+    assert done.exit_code == 2
+    assert "No file 'train.py', of 'train.py:build'" in done.output

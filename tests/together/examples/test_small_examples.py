@@ -130,6 +130,13 @@ def test_a_student_under_one_plugin_learns_from_a_teacher_under_another(run, tmp
     assert (tmp_path / "student" / "config.json").exists()
 
 
+@pytest.mark.parametrize("plugin", ["zero", "fsdp", "gemini"])
+@pytest.mark.parametrize("name", ["grpo.py", "vision_language.py", "diffusion.py"])
+def test_language_images_and_rewards_are_learned(run, name, plugin):
+    before, after = run(name, "--plugin", plugin, ranks=2)
+    assert after > before if name == "grpo.py" else after < before
+
+
 _DIGITS = ["sklearn", "scipy", "joblib", "threadpoolctl", "narwhals"]
 
 

@@ -32,7 +32,7 @@ from booster_core.checkpoint_io import (
     resolved,
 )
 from booster_core.discovery import check_api_version, load, load_default
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients.norm import check_finite_norm, check_norm_arguments
 from booster_core.log import log
 from booster_core.plugin.call_guard import mark_boosted
@@ -47,6 +47,7 @@ from booster_core.plugin.settings import check_device, describe_precision, own_d
 from booster_core.precision.policy import NARROW
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.devices import accelerator
 from booster_core.ranks.launch import check_launched, ensure_process_group
 from booster_core.run_settings import RunSettings
 from booster_core.state.names import NamedTensors, named_modules
@@ -136,7 +137,7 @@ class Booster:
         self.plugin = plugin
         self.precision = resolve_precision(settings.precision if mixed_precision is None else mixed_precision, plugin)
         self._asked_device = check_device(device, plugin)
-        is_known = self._asked_device is None and not torch.cuda.is_available()  # before the launch
+        is_known = self._asked_device is None and accelerator() is None  # before the launch
         self._device = own_device(None, plugin) if is_known else None
         self._factors = LossFactors()
         # the boosted models that somebody still holds, and the formats that their tensors came in
@@ -158,7 +159,7 @@ class Booster:
     def device(self) -> torch.device:
         """Where the model runs, fixed at the first use.
 
-        Of several CUDA devices it is this process's own only once the run is launched: use it after the launch.
+        Of several devices it is this process's own only once the run is launched: use it after the launch.
 
         Raises:
             ConfigError: If a launcher started several processes and the run is not launched yet.
@@ -519,6 +520,9 @@ class Booster:
         Args:
             model: The boosted model, a module of it, or a plain model that every rank holds whole.
             optimizer: The boosted optimizer; that of the boosted model when left out.
+
+        Raises:
+            OffloadError: If the model's state is offloaded between phases.
         """
         boosted = self._boosted_model(model)
         if boosted is None:
@@ -528,6 +532,8 @@ class Booster:
             if whole is not None:
                 return PartView(self.state_adapter(whole), name)
             return ReplicatedStateAdapter(model, optimizer, self.context.coordinator)
+        if boosted.refuses_use is not None:
+            raise OffloadError(boosted.refuses_use)
         return self.plugin.state_adapter(boosted, boosted.boost_context)
 
     def save_model(

@@ -31,6 +31,8 @@ from booster_runtime.sharding import refuse_all_gradients, watch_gradient_hooks
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from torch import Tensor
+
     from booster_core.plugin import BoostContext
     from booster_core.precision import PrecisionPolicy
     from booster_ddp.config import DDPConfig
@@ -106,6 +108,12 @@ class DDPModel(ModelWrapper):
         """The format that a compression hook by name sends gradients in; ``None`` for their own."""
         return next((dtype for dtype, name in BY_DTYPE.items() if name == self._comm_hook), None)
 
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Yield what `ModelWrapper.held_tensors` does, without gradients that are views of torch's buckets."""
+        kept = [each.grad for each in self.parameters()] if self._config.gradient_as_bucket_view else []
+        are_views = {id(gradient) for gradient in kept}
+        return (tensor for tensor in super().held_tensors() if id(tensor) not in are_views)
+
     @not_compiled_itself
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's model in DDP's forward.
@@ -121,7 +129,7 @@ class DDPModel(ModelWrapper):
         """
         if not torch.is_grad_enabled() or transforms_are_active() or (ddp := self._prepare()) is None:
             device = self._context.device
-            if device.type == "cuda":  # as DDP does with what it is given
+            if device.type != "cpu":  # as DDP does with what it is given
                 args, kwargs = move_batch((args, kwargs), device)
             return self.module(*args, **kwargs)
         output = ddp(*args, **kwargs)
@@ -273,7 +281,7 @@ class DDPModel(ModelWrapper):
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             ddp = DistributedDataParallel(
                 _Undecided(self.module, next(iter(self.trained.values()))) if self._search is None else self.module,
-                device_ids=[device] if device.type == "cuda" else None,
+                device_ids=None if device.type == "cpu" else [device],
                 init_sync=not self._was_built,
                 bucket_cap_mb=config.bucket_cap_mb,
                 find_unused_parameters=self._search is not False,

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.ranks import NamedCall
+from booster_runtime.memory import values_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,6 +152,7 @@ def _over(values: Any) -> ShardedTensor:
 
 def _as_dtensor(tensor: ShardedTensor) -> DTensor:
     make: Any = DTensor
+    values_of(tensor._local_tensor, "an operation on a sharded tensor")  # noqa: SLF001 - raises while it is offloaded
     made: DTensor = make(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)  # noqa: SLF001 - as above
     return made
 

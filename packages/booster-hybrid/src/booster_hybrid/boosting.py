@@ -39,6 +39,7 @@ from booster_hybrid.tensor_parallel.adapters import without_stacked_adapters
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_elementwise, check_state, cut_state, leave_out
 from booster_runtime.collectives import new_groups
+from booster_runtime.compiling import compile_apart
 from booster_runtime.data import move_batch
 from booster_runtime.lazy import hollow_objects, is_lazy, place_or_hollow, shards_from_host
 from booster_runtime.local_state import mark_as_local
@@ -168,6 +169,8 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     if config.sequence.mode is not None:
         split_lists = [name for name in split_lists if name not in checked.left_whole]
         _split_sequences(model, split_lists, split, (dims, mixers), mesh, options)
+    if config.tensor.size > 1 or config.sequence.mode is not None:
+        compile_apart(model)
 
     # What of it this rank holds.
     local = LocalModel(

@@ -13,6 +13,7 @@ from booster_core.lazy_import import public_names
 if TYPE_CHECKING:
     from booster_runtime.activations import disable_activation_checkpointing, enable_activation_checkpointing
     from booster_runtime.causal_lm_loss import enable_linear_cross_entropy
+    from booster_runtime.compiling import compile_layers
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
     from booster_runtime.data.mixing import MixedStreams
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from booster_runtime.lazy import LazyInitContext
     from booster_runtime.loops import Evaluation, StopSignal, accumulate, evaluate_batch, join, train_batch
     from booster_runtime.moving_average import ema
+    from booster_runtime.offloading import offload_states, reload_states
     from booster_runtime.replicas import check_replicas
     from booster_runtime.vocabulary_loss import linear_cross_entropy
     from booster_runtime.whole_tensors import full_gradient, full_state, gathered, set_full_gradient, set_full_state
@@ -35,6 +37,7 @@ __all__ = [
     "StopSignal",
     "accumulate",
     "check_replicas",
+    "compile_layers",
     "convert_to_float8",
     "cu_seq_lens",
     "disable_activation_checkpointing",
@@ -49,7 +52,9 @@ __all__ = [
     "gathered",
     "join",
     "linear_cross_entropy",
+    "offload_states",
     "reduce",
+    "reload_states",
     "set_full_gradient",
     "set_full_state",
     "to_device",
@@ -61,6 +66,7 @@ __getattr__, __dir__ = public_names(
     __name__,
     {
         ".activations": ["disable_activation_checkpointing", "enable_activation_checkpointing"],
+        ".compiling": ["compile_layers"],
         ".causal_lm_loss": ["enable_linear_cross_entropy"],
         ".data.batches": ["to_device"],
         ".data.mixing": ["MixedStreams"],
@@ -73,6 +79,7 @@ __getattr__, __dir__ = public_names(
         ".lazy": ["LazyInitContext"],
         ".vocabulary_loss": ["linear_cross_entropy"],
         ".loops": ["Evaluation", "StopSignal", "accumulate", "evaluate_batch", "join", "train_batch"],
+        ".offloading": ["offload_states", "reload_states"],
         ".replicas": ["check_replicas"],
     },
 )

@@ -107,11 +107,9 @@ def _check(function: Any, num_processes: Any) -> None:
             "inside of the function only."
         )
         raise ConfigError(msg)
-    num_devices = torch.cuda.device_count()
+    num_devices = torch.accelerator.device_count()
     if 0 < num_devices < num_processes:
-        msg = (
-            f"`num_processes={num_processes}`, but this machine has {num_devices} CUDA device(s). Use at most one each."
-        )
+        msg = f"`num_processes={num_processes}`, but this machine has {num_devices} device(s). Use at most one each."
         raise ConfigError(msg)
 
 

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerActivity, record_function, supported_activities
 from torch.profiler import profile as torch_profile
 from torch.profiler import schedule as torch_schedule
 
@@ -68,9 +68,8 @@ def profile(
     def write(profiler: Any) -> None:
         profiler.export_chrome_trace(str(target))
 
-    activities = [ProfilerActivity.CPU]
-    if booster.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    here = supported_activities()  # type: ignore[no-untyped-call]
+    activities = {ProfilerActivity.CPU} if booster.device.type == "cpu" else here
     schedule = torch_schedule(wait=wait, warmup=warmup, active=active, repeat=1)
     with contextlib.ExitStack() as stack:
         stack.enter_context(observed_by(_Ranges()))

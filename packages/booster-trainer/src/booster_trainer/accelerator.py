@@ -46,12 +46,12 @@ def share_ranks(booster: Booster, args: Any = None) -> None:
         return
     state.num_processes, state.process_index, state.local_process_index = facts
     if coordinator.world_size > 1:
-        on_cuda = booster.device.type == "cuda"
-        state.distributed_type = DistributedType.MULTI_GPU if on_cuda else DistributedType.MULTI_CPU
+        kind = f"MULTI_{booster.device.type.upper()}"
+        state.distributed_type = getattr(DistributedType, kind, DistributedType.MULTI_GPU)
         state.backend = torch.distributed.get_backend()
         state.device = booster.device
-        if on_cuda:
-            torch.cuda.set_device(booster.device)  # one process alone takes the first
+        if booster.device.type != "cpu":
+            torch.accelerator.set_device_index(booster.device)  # one process alone takes the first
         if args is not None and torch.device(args.device).type == booster.device.type:
             args.__dict__["_setup_devices"] = booster.device
     else:

@@ -19,6 +19,8 @@ from booster_zero.gathering import ParameterHooks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch import Tensor
+
     from booster_core.precision import PrecisionPolicy
     from booster_zero.engine import Gatherer, ShardedEngine
     from booster_zero.gathering import LeafModules
@@ -91,6 +93,18 @@ class ShardedModel(ModelWrapper):
             with_model=with_model,
             on_passed=on_passed,
         )
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Yield what `ModelWrapper.held_tensors` does, and the memory of the buckets, after sums that are under way.
+
+        Collective: every rank of the world.
+        """
+        if self._sharded is not None:
+            self._sharded.settle()
+        yield from super().held_tensors()
+        holder = self._sharded or self.gatherer
+        for bucket in () if holder is None else holder.layout.buckets:
+            yield from bucket.held_tensors()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy to evaluate with, such as an average: it has this model's values, and no optimizer.

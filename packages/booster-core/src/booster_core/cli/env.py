@@ -13,6 +13,7 @@ import click
 import importlib_metadata
 
 from booster_core import discovery
+from booster_core.ranks.devices import choose_backend, describe_devices
 from booster_core.ranks.environments import variables
 
 _THIRD_PARTY = ("torch", "safetensors", "transformers", "peft", "numpy", "pluggy", "importlib_metadata")
@@ -67,17 +68,16 @@ def _torch() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "version": torch.__version__,
         "built for CUDA": torch.version.cuda or "no",
+        "built for ROCm": torch.version.hip or "no",
         "threads": torch.get_num_threads(),
         "gloo": distributed.is_available() and distributed.is_gloo_available(),
         "nccl": distributed.is_available() and distributed.is_nccl_available(),
-        "CUDA devices": torch.cuda.device_count(),
+        "backend": choose_backend(None),
+        "devices": torch.accelerator.device_count(),
     }
     if torch.cuda.is_available():
         facts["NCCL version"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            facts[f"CUDA device {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
-    return facts
+    return {**facts, **describe_devices()}
 
 
 def _packages() -> dict[str, str]:

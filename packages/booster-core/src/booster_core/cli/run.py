@@ -99,7 +99,7 @@ def _launcher(nproc: int | None, hosts: str | None, max_restarts: int | None) ->
     if nproc is None:
         import torch
 
-        nproc = max(1, torch.cuda.device_count())
+        nproc = max(1, torch.accelerator.device_count())
     if names:
         num_hosts, head, run = len(names), names[0], "booster"
     elif step is not None:

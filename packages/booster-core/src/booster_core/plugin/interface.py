@@ -59,7 +59,7 @@ class Capability(enum.Enum):
     CPU = "cpu"
     """Runs on the CPU."""
     CUDA = "cuda"
-    """Runs on CUDA devices."""
+    """Runs on CUDA devices, and on other accelerators, which are driven in the same way."""
     FP32 = "fp32"
     """Trains with parameters, compute and gradients in fp32."""
     BF16 = "bf16"
@@ -251,13 +251,12 @@ class Plugin(ABC):
     def supports_device(self, device_type: str) -> bool:
         """Return whether the plugin runs on devices of this type, such as ``"cpu"`` or ``"cuda"``.
 
-        An accelerator that extends torch from outside is driven as CUDA is.
+        The accelerator of this machine is driven as CUDA is, whatever its type.
         """
-        import torch
+        from booster_core.ranks.devices import accelerator
 
-        if device_type == torch._C._get_privateuse1_backend_name():  # noqa: SLF001 - torch has no public way to ask
-            return Capability.CUDA in self.capabilities
-        return device_type in {capability.value for capability in self.capabilities}
+        kind = Capability.CUDA.value if device_type == accelerator() else device_type
+        return kind in {capability.value for capability in self.capabilities}
 
     def data_parallel_coordinates(self, coordinator: DistCoordinator) -> tuple[int, int]:
         """Return this rank's index among, and the number of, ranks that see different samples.

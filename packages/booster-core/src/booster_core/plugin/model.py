@@ -50,6 +50,8 @@ class ModelWrapper(nn.Module):
     """The optimizers that were boosted with the model."""
     boost_context: BoostContext
     """Of the ``boost`` that returned the model."""
+    refuses_use: str | None = None
+    """Why its state can't be read now, such as while it is offloaded."""
     replaces_parameters: ClassVar[bool] = False
     """Whether it puts other objects in their place, of the same names and shapes."""
 
@@ -120,6 +122,23 @@ class ModelWrapper(nn.Module):
     def boosted_optimizer(self) -> OptimizerWrapper | None:
         """The optimizer that was boosted with the model, the first of several; ``None`` where there is none."""
         return self.boosted_optimizers[0] if self.boosted_optimizers else None
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Yield all that this rank keeps of the model and of its optimizers between steps, some of it repeatedly.
+
+        A strategy that keeps memory of its own adds to it.
+        """
+        parameters = [*self.unwrap().parameters()]
+        yield from self.unwrap().buffers()
+        for optimizer in self.boosted_optimizers:
+            inner = optimizer.unwrap()
+            parameters += [parameter for group in inner.param_groups for parameter in group["params"]]
+            for state in inner.state.values():
+                yield from filter(torch.is_tensor, state.values())
+        for parameter in parameters:
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
 
     def unwrap(self) -> nn.Module:
         """Return the user's own model."""

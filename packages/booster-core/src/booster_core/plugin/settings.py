@@ -11,6 +11,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin.interface import Boosted, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.precision.policy import dtype_name
+from booster_core.ranks.devices import accelerator
 from booster_core.ranks.environments import detect
 
 if TYPE_CHECKING:
@@ -185,22 +186,22 @@ def _can_allocate(device: torch.device) -> bool:
 
 
 def own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:
-    """Return the device of this process; of several CUDA devices that of its local rank, current since the launch.
+    """Return the device of this process; of several devices that of its local rank, current since the launch.
 
     Raises:
         ConfigError: If that is not known yet, or the plugin does not run on the CPU and there is no other device.
     """
     if asked is None:
-        has_cuda = torch.cuda.is_available() and plugin.supports_device("cuda")
-        asked = check_device(torch.device("cuda" if has_cuda else "cpu"), plugin)
+        kind = accelerator()
+        asked = check_device(torch.device(kind if kind and plugin.supports_device(kind) else "cpu"), plugin)
         assert asked is not None, "a device was given"
-    if asked.type != "cuda" or asked.index is not None:
+    if asked.type != accelerator() or asked.index is not None:
         return asked
     num_started = 1 if torch.distributed.is_initialized() else detect().world_size
     if num_started > 1:
         msg = (
-            f"A launcher started {num_started} processes, and which CUDA device is this one's is not known yet. Call "
+            f"A launcher started {num_started} processes, and which device is this one's is not known yet. Call "
             "`booster_core.launch()` before the device is used."
         )
         raise ConfigError(msg)
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(asked.type, torch.accelerator.current_device_index())

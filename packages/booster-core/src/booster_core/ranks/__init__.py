@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         refuse_capture,
     )
     from booster_core.ranks.coordinator import DistCoordinator, Together
+    from booster_core.ranks.devices import accelerator, choose_backend, describe_devices
     from booster_core.ranks.digests import digest
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.launch import ensure_process_group, seed_everything
@@ -53,8 +54,11 @@ __all__ = [
     "Outcome",
     "Together",
     "World",
+    "accelerator",
+    "choose_backend",
     "close_world",
     "current_world",
+    "describe_devices",
     "digest",
     "ensure_process_group",
     "group_options",
@@ -77,6 +81,7 @@ __getattr__, __dir__ = public_names(
         ".calls": ["LOST_PEER", "OBSERVERS", "NamedCall", "ObservedCall", "Observer", "observed_by", "refuse_capture"],
         "booster_core.errors": ["name_ranks"],
         ".coordinator": ["DistCoordinator", "Together"],
+        ".devices": ["accelerator", "choose_backend", "describe_devices"],
         ".digests": ["digest"],
         ".environments": ["Environment"],
         ".launch": ["ensure_process_group", "seed_everything"],

@@ -18,6 +18,7 @@ from booster_core.errors import ConfigError, LaunchError
 from booster_core.plugin.hooks import hook_relay
 from booster_core.ranks import environments
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.devices import choose_backend, use_device
 from booster_core.ranks.environments import Environment
 from booster_core.ranks.store import distinct_names, hosts_of, local_rank_of, meet_at_launch, open_store
 from booster_core.ranks.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_world, open_world
@@ -25,7 +26,6 @@ from booster_core.ranks.world import DEFAULT_TIMEOUT_SECONDS, close_world, curre
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
 
     from booster_core.ranks.world import World
@@ -63,9 +63,9 @@ def launch(
         world_size: Number of processes.
         host: Host on which rank 0 runs.
         port: A free port there.
-        backend: As for ``torch.distributed.init_process_group``; by default ``cpu:gloo,cuda:nccl`` where there is
-            CUDA, else ``gloo``.
-        local_rank: This process's index on its host; selects its CUDA device, modulo the number of visible ones. By
+        backend: As for ``torch.distributed.init_process_group``; by default gloo, and beside it the backend
+            that torch names for the accelerator of this machine, such as ``cpu:gloo,cuda:nccl``.
+        local_rank: This process's index on its host; selects its device, modulo the number of visible ones. By
             default the launcher's, or counted by host.
         seed: Seed of Python's, NumPy's and torch's random numbers, the same on every rank until the first `boost`, from
             which on ranks that see different samples draw different ones; ``None`` to seed nothing.
@@ -188,31 +188,6 @@ def shutdown() -> None:
     Collective: none; ranks may shut down one after the other.
     """
     close_world()
-
-
-def choose_backend(backend: str | None) -> str:
-    """Return the backend to use: the one asked for, if it can run here."""
-    import torch
-
-    has_cuda = torch.cuda.is_available()
-    if backend is None:
-        return "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
-    if "nccl" in backend and not has_cuda:
-        msg = f"`backend={backend!r}` needs CUDA, and no CUDA device is here. Leave `backend` out, or use 'gloo'."
-        raise ConfigError(msg)
-    return backend
-
-
-def use_device(local_rank: int) -> torch.device | None:
-    """Make the CUDA device of a local rank the current one, where there is CUDA."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    # Modulo: a task of srun may see its own device alone, whatever its local rank.
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def seed_everything(seed: int) -> None:

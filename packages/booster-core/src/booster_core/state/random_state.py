@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from booster_core.errors import CheckpointError
+from booster_core.ranks.devices import accelerator
 from booster_core.state.json_values import decode_json, encode_json
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def capture_random_state(device: torch.device, name: str, tensors: dict[str, tor
     """Return the states of this process' global generators as JSON that refers to tensors.
 
     Args:
-        device: The rank's device; its generator is included where it is a CUDA device.
+        device: The rank's device; its generator is included where it is an accelerator.
         name: Where the tensors' names begin.
         tensors: Filled with the tensors.
     """
@@ -33,15 +34,15 @@ def capture_random_state(device: torch.device, name: str, tensors: dict[str, tor
         "numpy": _with_tensors(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global state is what is meant
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type == accelerator():
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return encode_json(states, name, tensors)
 
 
 def restore_random_state(device: torch.device, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Set this process' global generators to states that `capture_random_state` returned.
 
-    A CUDA generator's state is used where this rank runs on a CUDA device, too.
+    The state of a device's generator is used where this rank runs on a device of that type, too.
 
     Raises:
         CheckpointError: If a state is not one of these generators.
@@ -52,8 +53,8 @@ def restore_random_state(device: torch.device, state: Any, tensors: Mapping[str,
         random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss_next"]))
         np.random.set_state(_with_arrays(states["numpy"]))  # noqa: NPY002 - see above
         torch.set_rng_state(states["torch"])
-        if device.type == "cuda" and "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"], device)
+        if device.type == accelerator() and device.type in states:
+            torch.get_device_module(device).set_rng_state(states[device.type], device)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         msg = f"The saved states of random numbers do not fit the generators of this process: {error}."
         raise CheckpointError(msg) from error

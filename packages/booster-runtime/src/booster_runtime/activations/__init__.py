@@ -11,10 +11,12 @@ from booster_runtime.activations.checkpointing import (
     enable_activation_checkpointing,
     enable_activation_offload,
 )
+from booster_runtime.activations.selection import select_modules
 
 __all__ = [
     "disable_activation_checkpointing",
     "disable_activation_offload",
     "enable_activation_checkpointing",
     "enable_activation_offload",
+    "select_modules",
 ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -226,9 +226,10 @@ def _digest(generator: Generator) -> bytes:
 
 def default_generator(device: torch.device) -> Generator:
     """Return the generator that torch uses on a device when none is named."""
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator: Generator = torch.cuda.default_generators[index]
+    module: Any = getattr(torch, device.type, None)
+    if hasattr(module, "default_generators"):
+        module.init()
+        index = module.current_device() if device.index is None else device.index
+        generator: Generator = module.default_generators[index]
         return generator
     return torch.default_generator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster_runtime.memory.absent import AbsentTensors, is_absent, only_describes, sees_all_uses
+from booster_runtime.memory.absent import AbsentTensors, is_absent, only_describes, sees_all_uses, values_of
 from booster_runtime.memory.blocks import block_bytes, has_values, host_stands_for_device, without_values
 from booster_runtime.memory.copy_stream import CopyStream
 from booster_runtime.memory.host_memory import (
@@ -28,6 +28,7 @@ __all__ = [
     "locked_buffer",
     "only_describes",
     "sees_all_uses",
+    "values_of",
     "without_values",
     "zeros_in_pages",
 ]

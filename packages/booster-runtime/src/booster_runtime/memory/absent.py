@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["AbsentTensors", "is_absent", "only_describes"]
+__all__ = ["AbsentTensors", "is_absent", "only_describes", "values_of"]
 
 # Everything of torch that is not public is named here, and only here.
 _NAME = (
@@ -98,6 +98,7 @@ class AbsentTensors:
         with torch.inference_mode(mode=False), _C.DisableTorchFunction():
             self._shells = [make(tensor.shape, dtype, device) for tensor in tensors]
         own = weakref.ref(self)
+        self._owners_before = [_owners.get(tensor) for tensor in tensors]
         for position, tensor in enumerate(tensors):
             _owners[tensor] = (own, position)
 
@@ -110,6 +111,15 @@ class AbsentTensors:
     def show(self, values: Iterable[Tensor]) -> None:
         """Give the tensors values, in the shapes, dtypes and on the devices that they have."""
         self._assign(values)
+
+    def end(self, values: Iterable[Tensor]) -> None:
+        """Give the tensors values, and leave them to the `AbsentTensors` whose they were before this one."""
+        self.show(values)
+        for tensor, before in zip(self._tensors, self._owners_before, strict=True):
+            if before is None:
+                del _owners[tensor]
+            else:
+                _owners[tensor] = before
 
     def _assign(self, values: Iterable[Tensor]) -> None:
         for tensor, own in zip(self._tensors, self._classes, strict=True):
@@ -148,7 +158,7 @@ class _Absent:
         return cls.__mro__[2](*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        with _values_of(self, "deepcopy"):
+        with values_of(self, "deepcopy"):
             return copy.deepcopy(self, memo)  # of its own class by now
 
     def __repr__(self, **_: Any) -> str:
@@ -159,7 +169,7 @@ class _Absent:
         return format(repr(self), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _values_of(self, "pickle"):
+        with values_of(self, "pickle"):
             return self.__reduce_ex__(protocol)  # of its own class by now
 
 
@@ -175,7 +185,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     if func in (torch.autograd.grad, torch.autograd.backward):  # which read nothing of what they differentiate by
         args = (args[0], *(tree_map(_edge, each) for each in args[1:]))
         return func(*args, **{name: tree_map(_edge, value) for name, value in kwargs.items()})
-    with _values_of((args, kwargs), func):
+    with values_of((args, kwargs), func):
         return func(*args, **kwargs)
 
 
@@ -232,7 +242,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 # ---- uses
 
 
-def _values_of(values: Any, func: Any) -> AbstractContextManager[Any]:
+def values_of(values: Any, func: Any) -> AbstractContextManager[Any]:
     """Bring the values of all absent tensors in nested containers for a use, or raise; return what to enter for it."""
     entered: contextlib.ExitStack | None = None
     for each in tree_leaves(values):
@@ -259,9 +269,9 @@ def _on_dispatch(operation: Any, *args: Any, **kwargs: Any) -> Any:
         if _assigning:  # function transforms ask once more, without what is excluded
             with _without_key(_KEY):
                 return operation(*args, **kwargs)
-        with _values_of(args[:1], ".data = ..."):
+        with values_of(args[:1], ".data = ..."):
             return operation(*args, **kwargs)
-    with _values_of((args, kwargs), operation):
+    with values_of((args, kwargs), operation):
         return operation(*args, **kwargs)
 
 

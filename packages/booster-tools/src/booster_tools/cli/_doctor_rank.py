@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import booster_core
+from booster_core.ranks import accelerator
 from booster_tools.cli._doctor_checks import Checks
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def main(rank: int, world_size: int, backend: str, folder: Path, port: int) -> i
     Collective: every rank that the parent started.
     """
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    device = torch.device("cpu" if backend == "gloo" else accelerator() or "cpu")
 
     def launch() -> None:
         booster_core.launch(

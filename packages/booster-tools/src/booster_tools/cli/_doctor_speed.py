@@ -39,8 +39,8 @@ def median_seconds(device: torch.device, call: Callable[[], None]) -> float:
     for _ in range(1 + _REPEATS):
         started = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - started)
     return sorted(seconds[1:])[_REPEATS // 2]
 

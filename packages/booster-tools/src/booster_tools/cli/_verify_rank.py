@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
@@ -34,4 +35,4 @@ def main(build: str, batch: str, loss: str, plugin: str, steps: str, precision: 
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    Path(sys.argv[1]).write_text(str(main(*sys.argv[2:])), encoding="ascii")

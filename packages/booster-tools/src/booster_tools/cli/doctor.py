@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 
+from booster_core.ranks import choose_backend, describe_devices
 from booster_tools.local_ports import free_port
 
 WORLD_SIZE = 2
@@ -33,7 +34,7 @@ class Finding:
 @click.option(
     "--timeout", "timeout_seconds", default=60.0, show_default=True, help="Time limit of a backend in seconds."
 )
-@click.option("--backend", type=click.Choice(["gloo", "nccl"]), help="Only this backend.  [default: each usable one]")
+@click.option("--backend", help="Only this backend, such as gloo or nccl.  [default: each usable one]")
 @click.option("--folder", type=click.Path(exists=True, file_okay=False), help="Where to write; the shared file system.")
 @click.option("--strict", "is_strict", is_flag=True, help="Exit with 1 for what is slow as well.")
 def command(*, timeout_seconds: float, backend: str | None, folder: str | None, is_strict: bool) -> None:
@@ -105,27 +106,25 @@ _SEVERITY = ("ok", "slow", "FAIL")
 
 
 def _devices() -> list[str]:
-    """Return a line for each CUDA device, and one where they are too few for NCCL."""
-    import torch
-    from torch import distributed
-
-    lines = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        lines.append(f"CUDA device {index}: {properties.name}, {properties.total_memory / 2**30:.1f} GiB")
-    if 0 < len(lines) < WORLD_SIZE and distributed.is_nccl_available():
-        lines.append(f"nccl: not tried, because it needs {WORLD_SIZE} devices, one for each process")
-    return lines
+    """Return a line for each device, and one where they are too few for the backend of their collectives."""
+    lines = [f"{name}: {what}" for name, what in describe_devices().items()]
+    if 0 < len(lines) < WORLD_SIZE:
+        lines.append(f"{_backend_of_devices()}: not tried, because it needs {WORLD_SIZE} devices, one for each process")
+    return lines or ["no GPU or other accelerator: torch sees CPUs only"]
 
 
 def _usable_backends() -> list[str]:
-    import torch
     from torch import distributed
 
     backends = ["gloo"] if distributed.is_gloo_available() else []
-    if distributed.is_nccl_available() and torch.cuda.device_count() >= WORLD_SIZE:
-        backends.append("nccl")
+    if len(describe_devices()) >= WORLD_SIZE:
+        backends.append(_backend_of_devices())
     return backends
+
+
+def _backend_of_devices() -> str:
+    """Return the name of the backend that a launch adds for the accelerator."""
+    return choose_backend(None).rpartition(":")[2]
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], timeout_seconds: float) -> None:

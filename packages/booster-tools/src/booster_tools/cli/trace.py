@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 def command(*, run: Path, out: Path | None) -> None:
     """Put the traces of the ranks in the folder RUN into one file, which Perfetto (ui.perfetto.dev) opens.
 
-    Prints each rank's peak of memory, of `watch_memory`, and, of pipelines, which part of the last batch each rank did
-    not compute.
+    Prints each rank's peak memory (of `watch_memory`), and its idle share of the last batch (of pipelines).
     """
     from booster_runtime.trace import read_traces
 

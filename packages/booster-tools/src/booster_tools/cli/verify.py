@@ -5,8 +5,11 @@ The work is in `booster_tools.verification`, on ranks that torchrun starts.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import click
 
@@ -41,10 +44,18 @@ def command(
     return the whole batch and, if need be, compute the loss. The exit status is 1 where outputs, losses, gradients
     or updates differ by more than rounding.
     """
+    file = build.rpartition(":")[0]
+    if not Path(file).is_file():  # which ranks would tell after half a minute
+        msg = f"No file '{file}', of '{build}'. Pass FILE:FUNCTION, such as `train.py:build`."
+        raise click.UsageError(msg)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    # torchrun follows an exit status by a traceback of its own, in which the verdict would be lost.
+    folder = tempfile.mkdtemp(prefix="booster-verify-")
+    status = Path(folder) / "status"
     rank = [
         "-m",
         "booster_tools.cli._verify_rank",
+        str(status),
         build,
         batch,
         loss or "",
@@ -53,4 +64,8 @@ def command(
         precision or "",
         *options,
     ]
-    raise SystemExit(subprocess.run([*torchrun, *rank], check=False).returncode)  # noqa: S603 - our own module
+    try:
+        returned = subprocess.run([*torchrun, *rank], check=False).returncode  # noqa: S603 - our own module
+        raise SystemExit(returned or int(status.read_text(encoding="ascii")))
+    finally:
+        shutil.rmtree(folder)

@@ -114,13 +114,14 @@ class Plan:
         columns = ("fits", "peak", "params", "grads", "optim", "transient", "sent/step", "step")
         lines = [" ".join(f"{name:>9}" for name in columns) + "  setting"]
         notes = []
+        refused: dict[str | None, list[str]] = {}  # many settings often have one problem
         for each in self.settings:
             found = each.prediction
             if each.is_too_large:
                 cells = ["no", f"> {size_text(each.held_bytes)}", *("-" for _ in columns[2:])]
                 lines.append(" ".join(f"{cell:>9}" for cell in cells) + f"  {each.candidate}")
             elif found is None:
-                notes.append(f"not planned: {each.candidate}: {each.problem}")
+                refused.setdefault(each.problem, []).append(str(each.candidate))
             else:
                 sizes = (
                     found.peak_bytes,
@@ -133,6 +134,7 @@ class Plan:
                 cells = ["yes" if each.fits else "no", *map(size_text, sizes), f"{each.step_seconds:.3g} s"]
                 lines.append(" ".join(f"{cell:>9}" for cell in cells) + f"  {each.candidate}")
                 notes += [] if found.assumed is None else [f"assumed: {each.candidate}: {found.assumed}"]
+        notes += [f"not planned: {', '.join(settings)}: {problem}" for problem, settings in refused.items()]
         return "\n".join([*lines, *notes])
 
 

@@ -11,6 +11,7 @@ from booster_tools.tracking.progress import ProgressBar
 from booster_tools.tracking.run import TrackedRun, track
 from booster_tools.tracking.run_services import Trackio, WeightsAndBiases
 from booster_tools.tracking.snapshots import MemorySnapshots, memory_snapshots
+from booster_tools.tracking.stragglers import Stragglers
 from booster_tools.tracking.tensorboard import TensorBoard
 from booster_tools.tracking.throughput import Throughput
 
@@ -22,6 +23,7 @@ __all__ = [
     "MemoryTimeline",
     "Meter",
     "ProgressBar",
+    "Stragglers",
     "TensorBoard",
     "Throughput",
     "TrackedRun",

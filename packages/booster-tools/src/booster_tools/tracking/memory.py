@@ -53,9 +53,9 @@ def watch_memory(model: nn.Module, folder: str | Path, *, interval_seconds: floa
     if not 0 < interval_seconds < float("inf"):
         msg = f"`interval_seconds={interval_seconds}` is not a positive, finite number of seconds."
         raise ConfigError(msg)
-    device = next((each.device for each in model.parameters() if each.device.type == "cuda"), None)
+    device = next((each.device for each in model.parameters() if each.device.type != "cpu"), None)
     if device is None and not _STATUS.exists():
-        msg = f"Without a CUDA device, `watch_memory` reads {_STATUS}, which only Linux has."
+        msg = f"Without an accelerator, `watch_memory` reads {_STATUS}, which only Linux has."
         raise ConfigError(msg)
     return MemoryTimeline(model, Path(folder), interval_seconds, device)
 
@@ -146,6 +146,7 @@ class MemoryTimeline:
 
     def _bytes(self) -> int:
         if self._device is not None:
-            return torch.cuda.memory_allocated(self._device)
+            allocated: int = torch.get_device_module(self._device).memory_allocated(self._device)
+            return allocated
         _, resident, shared, *_ = map(int, _STATUS.read_text(encoding="ascii").split())
         return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

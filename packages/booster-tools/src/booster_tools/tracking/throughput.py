@@ -166,8 +166,9 @@ class Throughput(Meter):
             self._flops_per_element *= -self._counter.get_total_flops()
 
     def _read_peak_memory(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+        read = getattr(torch.get_device_module(self._device), "max_memory_allocated", None)  # neither of CPUs nor MPS
+        if read is not None:
+            return int(read(self._device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

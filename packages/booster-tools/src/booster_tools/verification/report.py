@@ -93,7 +93,7 @@ class Verification:
             worst = max(
                 self.differences, key=lambda found: found.error / max(found.tolerance, math.ulp(0.0)), default=None
             )
-            nearest = f"; nearest to its tolerance: {worst}" if worst else ""
+            nearest = f"; nearest to its tolerance: {worst}" if worst and worst.error else ""
             return (
                 f"Verified in {self.seconds:.1f} s: {run} trains as one process does "
                 f"({len(self.differences)} comparisons{nearest}).{self._left_out()}"

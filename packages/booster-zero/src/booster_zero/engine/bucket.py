@@ -224,6 +224,17 @@ class Bucket:
             for role in present:
                 self._release(role, changed=changes)
 
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Yield what this rank keeps of the bucket between steps, as far as it has values where they are used."""
+        buffers = (self._own, self._gradient, self._optim)
+        yield from (buffer.tensor for buffer in buffers if buffer is not None)
+        if self.whole is not None:
+            yield self.whole
+        for piece in self.pieces:
+            yield piece.values
+        for state in self._states.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
     def free(self) -> None:
         """Give up all memory, because other buckets have taken this one's place; others may still hold the object."""
         for buffer in (self._own, self._gradient, self._optim):

@@ -21,6 +21,7 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.ranks import NamedCall
 from booster_runtime import collectives
+from booster_runtime.compiling import is_compiled
 from booster_runtime.sharding import parametrized_in_forward
 from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.buffer_pool import BufferPool
@@ -431,7 +432,7 @@ class Gatherer:
         if not self._pending:
             yield
             return
-        if any(map(_is_compiled, model.modules())):  # its graph would break at each use
+        if any(map(is_compiled, model.modules())):  # its graph would break at each use
             self.wait()
         try:
             yield
@@ -627,10 +628,6 @@ def _plainly() -> Iterator[None]:
 def is_in_backward() -> bool:
     """Whether autograd is running on this thread, as it is when checkpointed layers are recomputed."""
     return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - no public name
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _wait_quietly(pending: dict[Bucket, Pending]) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from booster_core.errors import ConfigError
+from booster_runtime.compiling import has_compiled_forward
 from booster_runtime.memory import sees_all_uses
 from booster_zero.engine.gatherer import is_in_backward
 from booster_zero.gathering.leaves import LeafUse
@@ -106,11 +107,18 @@ class ParameterHooks:
         # Autograd may keep a parameter itself. Backward must not find it without values where that isn't seen.
         self._covers_all = not all(sees_all_uses(bucket.format.device) for bucket in gatherer.layout.buckets)
         first_id = next_id = RemovableHandle.next_id
+        compiled: set[nn.Module] = set()  # modules inside of a compiled forward, which would break at their hooks
         for name, module in model.named_modules():
+            if module in compiled:
+                continue
+            parts = [module]
+            if has_compiled_forward(module):
+                parts += [part for part in module.modules() if part is not module]
+                compiled.update(parts)
             RemovableHandle.next_id = first_id  # the compiler compiles again for modules whose hooks have other numbers
-            used = with_model if module is model and with_model else module.parameters(recurse=False)
+            used = with_model if module is model and with_model else module.parameters(recurse=len(parts) > 1)
             own = tuple(gatherer.layout.index_of[id(parameter)] for parameter in used)
-            inside = [gatherer.layout.index_of[id(parameter)] for parameter in leaves.get(module, ())]
+            inside = [gatherer.layout.index_of[id(each)] for part in parts for each in leaves.get(part, ())]
             leaf = LeafUse(gatherer, inside, on_passed) if inside else None
             if own or any(True for _ in module.parameters()):
                 self._hook(module, own, name or type(model).__name__, leaf)
