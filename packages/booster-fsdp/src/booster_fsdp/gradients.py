@@ -383,13 +383,13 @@ class ShardedGradients:
                 )
                 raise GradientError(msg)
             trained.append((inner, whole))
+            is_complete &= has_gradient
             key = id(inner.sharded_param)
             if has_gradient or (key not in self._filled and gradient_of(inner.sharded_param) is not None):
                 self._used.add(key)
                 self._filled.discard(key)
             else:
                 self._filled.add(key)
-                is_complete = False
         if not is_complete:
             fill_gradients(trained)
 
