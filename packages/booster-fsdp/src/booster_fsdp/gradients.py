@@ -199,6 +199,7 @@ class ShardedGradients:
                 watch_gradients(parameter, functools.partial(self._note_used, key))
         for number, module in enumerate(self.modules):
             for group in groups_of(module):
+                group.pre_backward = functools.partial(self._pre_backward, group.pre_backward)
                 group.post_backward = functools.partial(self._post_backward, number, group, group.post_backward)
 
     # ---- between forward and the step
@@ -277,9 +278,6 @@ class ShardedGradients:
                 "backward before the step, or forward again after it."
             )
             raise GradientError(msg)
-        if torch.is_grad_enabled():
-            self.modules[0].set_reshard_after_backward(False)
-            self._stays_gathered = True
 
     def forget(self, parameters: set[int] | None = None) -> None:
         """Drop gradients that are not reduced yet, and the record of used parameters.
@@ -378,6 +376,16 @@ class ShardedGradients:
         self._changed_buffers = []
 
     # ---- during backward
+
+    def _pre_backward(self, gather: Any, *unused: Any) -> None:
+        """Gather a unit, which stays gathered after a backward that records a graph, such as for a penalty.
+
+        The backward of that graph needs what the unit holds.
+        """
+        if torch.is_grad_enabled() and not self._stays_gathered:
+            self.modules[0].set_reshard_after_backward(False)
+            self._stays_gathered = True
+        gather(*unused)
 
     def _post_backward(self, number: int, group: Any, reduce: Any, *unused: Any) -> None:
         """Complete a unit's gradients, then let torch reduce them."""

@@ -223,8 +223,7 @@ class FSDPModel(ModelWrapper):
     def _watched(self, output: Any) -> Any:
         """Return the model's output, whose backward raises if parameters have changed by then.
 
-        torch gathers parameters again for backward, which autograd's check of saved tensors does not see. A backward
-        that records a graph, as of a gradient penalty, leaves units gathered for that graph's backward.
+        torch gathers parameters again for backward, which autograd's check of saved tensors does not see.
         """
         if self._depth == 1 and torch.is_grad_enabled():
             check = functools.partial(self.gradients.check_age, self.gradients.version)
