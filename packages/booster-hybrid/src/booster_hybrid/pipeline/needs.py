@@ -321,6 +321,7 @@ class _DryStages(StagedModel):
         """Begin with a run of a stage."""
         self.carried, self.calls, self._num_called = (), [], 0
         self._first = stage.first
+        self.enclose_compiled()
 
     def _new_run(self) -> StageRun:
         return NotedRun(self.model, self._forms, self.calls)
