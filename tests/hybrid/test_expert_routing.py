@@ -48,6 +48,7 @@ def computed(hidden, indices, weights, num_experts, expert):
     results = []
     for rank, route in enumerate(routes):
         assert rows[rank].shape[0] == route.received[-1] == len(route.local_experts)
+        assert route.most_rows == torch.bincount(route.local_experts, minlength=share).max()
         numbers = (route.local_experts + rank * share).tolist()
         outputs = [expert(number, row) for number, row in zip(numbers, rows[rank], strict=True)]
         stacked = torch.stack(outputs) if outputs else torch.zeros(0, WIDTH)

@@ -1,15 +1,13 @@
-"""Layers that a forward skips: refused at a cut, and at `boost` where training skips layers at random."""
+"""Layers that a forward skips: refused at a cut."""
 
 from __future__ import annotations
 
 import random
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, own_loss, train_boosted
-from matrix import matrix, named
 from model_zoo import get_model
 from torch import nn
 
@@ -130,58 +128,37 @@ def test_a_layer_that_the_dry_run_did_not_call_is_named_on_every_rank():
     expect_on_ranks(ConfigError, message, call_another_layer, 2)
 
 
-def torch_draw():
-    return torch.rand([])
-
-
-def python_draw():
-    return random.random()
-
-
-def numpy_draw():
-    return np.random.rand()  # noqa: NPY002 - the generator that such models use
-
-
-def boost_drawing(draw, *, is_training=True, with_optimizer=True):
+def train_drawing(draw):
     torch.manual_seed(0)
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - the generator that such models use
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    model = Skipping(draw).train(is_training)
-    torch.set_rng_state(before[0])
-    modes = {name: module.training for name, module in model.named_modules()}
-    try:
-        boosted(model, with_optimizer=with_optimizer)
-    finally:
-        assert torch.equal(torch.get_rng_state(), before[0])
-        assert random.getstate() == before[1]
-        assert np.random.get_state()[1].tolist() == before[2]  # noqa: NPY002
-        assert modes == {name: module.training for name, module in model.named_modules()}
+    booster, model, optimizer = boosted(Skipping(draw))
+    for _ in range(20):
+        booster.execute_pipeline(iter([torch.ones(4, 4)]), model, own_loss, optimizer)
 
 
-@matrix(
-    ["python-train", "numpy-train"],
-    draw=named([torch_draw, python_draw, numpy_draw], ["torch", "python", "numpy"]),
-    is_training=named([True, False], ["train", "eval"]),
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (partial(torch.rand, []), r"Stage 0 .* without a call of layer 'layers\.3', .* \(set `layerdrop` to 0\)"),
+        (random.random, r"without a call of layer|which the dry run at `boost` did not|can't be cut before"),
+    ],
+    ids=["torch", "python"],
 )
-def test_layers_that_training_skips_at_random_are_refused_at_boost(draw, is_training):
-    message = r"Skipping skips layers at random in training \('layers\.\d'"
-    expect_on_ranks(ConfigError, message, boost_drawing, 2, draw, is_training=is_training)
-
-
-def test_a_model_that_is_only_evaluated_may_have_layers_that_training_skips():
-    run_on_ranks(boost_drawing, 2, torch_draw, is_training=False, with_optimizer=False)
+def test_a_layer_at_a_cut_that_training_skips_at_random_is_named_on_every_rank(draw, message):
+    expect_on_ranks(ConfigError, message, train_drawing, 2, draw)
 
 
 def boost_opt(layerdrop):
     zoo = get_model("transformers/opt")
     model = zoo.seeded().train()
     model.model.decoder.layerdrop = layerdrop
-    booster = Booster("cpu", plugin=HybridParallelPlugin(pp_size=2, example_batch=zoo.share(0, 0, 2)))
-    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    example = zoo.share(0, 0, 2)
+    booster = Booster("cpu", plugin=HybridParallelPlugin(pp_size=2, example_batch=example))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(20):
+        booster.execute_pipeline(iter([example]), model, zoo.loss, optimizer)
 
 
-def test_layerdrop_of_transformers_is_refused_at_boost():
-    expect_on_ranks(ConfigError, r"skips layers at random in training .* `layerdrop` of its configuration to 0",
-                    boost_opt, 2, 0.1)  # fmt: skip
+def test_layerdrop_of_transformers_is_named_in_training():
+    expect_on_ranks(ConfigError, r"without a call of layer .* \(set `layerdrop` to 0\)", boost_opt, 2, 0.5)
     run_on_ranks(boost_opt, 2, 0.0)

@@ -17,7 +17,6 @@ from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
-from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.policy.find import policy_for
 from booster_testing import run_on_ranks
 
@@ -162,9 +161,9 @@ def test_a_layer_that_is_called_twice_cannot_be_cut():
             return self.layers[0](self.layers[0](x))
 
     with pytest.raises(ConfigError, match=r"Layer 'layers\.0' is called 2 times"):
-        trace_layers(Repeated(), ["layers"], {"x": torch.ones(1, 2)})
+        find_cuts(Repeated(), ["layers"], {"x": torch.ones(1, 2)}, PipelineConfig(size=2), trains=True)
 
 
 def test_a_model_without_the_lists_of_its_policy_is_refused():
     with pytest.raises(ConfigError, match="'blocks', of which the model has none"):
-        trace_layers(torch.nn.Linear(2, 2), ["blocks"], {"input": torch.ones(1, 2)})
+        find_cuts(torch.nn.Linear(2, 2), ["blocks"], {"input": torch.ones(1, 2)}, PipelineConfig(size=2), trains=True)

@@ -19,10 +19,11 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.ranks import digest
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.torch_functions import may_draw
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -290,6 +291,7 @@ class MicrobatchStreams:
         self._base = mixed_seed(seed, microbatch)
         self._device, self.host = device, host
         self._region, self._count = self._base, 0
+        self._left: int | None = None  # after which layer nothing has been drawn yet
         self._outer: list[tuple[int, int]] = []
         self._paused: tuple[torch.Generator, Tensor] | None = None
 
@@ -304,13 +306,19 @@ class MicrobatchStreams:
 
     def end_layer(self, position: int) -> None:
         """Draw for what comes after a layer, whether or not it was run: each function of torch seeds by itself."""
-        self._region, self._count = mixed_seed(self._base, 2 * position + 2), 0
+        self._left = position
         if self.host:
-            self._begin_region(self._region)
+            self._begin_region(mixed_seed(self._base, 2 * position + 2))
+
+    def _count_on(self) -> None:
+        """Come to the next function or module of a region."""
+        if self._left is not None:
+            self._region, self._count, self._left = mixed_seed(self._base, 2 * self._left + 2), 0, None
+        self._count += 1
 
     def begin_call(self) -> None:
         """Draw for a module that is not run on every stage."""
-        self._count += 1
+        self._count_on()
         self._outer.append((self._region, self._count))
         self._begin_region(mixed_seed(self._region, self._count))
 
@@ -324,18 +332,22 @@ class MicrobatchStreams:
         """Draw for the criterion."""
         self._begin_region(mixed_seed(self._base, -2))
 
-    def begin_function(self, generator: torch.Generator | None = None) -> None:
+    def begin_function(self, func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
         """Draw for a function between layers, unless ranks that share out what it computes draw apart by a `Stream`.
 
         Args:
-            generator: The model's own, if it draws from one; it is left as it was.
+            func: The function.
+            kwargs: Its arguments by name; a generator of the model's own among them is left as it was.
+
+        Returns:
+            Whether it may draw; `end_function` is due then.
 
         Raises:
-            ConfigError: If somebody else has seeded torch's generators.
+            ConfigError: If it does, and somebody else has seeded torch's generators.
         """
-        self._count += 1
-        if _entered and any(stream.is_current for stream in _entered):
-            return
+        self._count_on()
+        if not may_draw(func) or (_entered and any(stream.is_current for stream in _entered)):
+            return False
         if torch.default_generator.initial_seed() != _given.seed:
             msg = (
                 "The model seeds torch's generators in its forward, outside of its layers; in a pipeline each stage "
@@ -343,12 +355,13 @@ class MicrobatchStreams:
                 "`pp_size=1`."
             )
             raise ConfigError(msg)
-        seed = mixed_seed(self._region, self._count)
+        seed, generator = mixed_seed(self._region, self._count), kwargs.get("generator")
         if generator is None:
             _reseed(seed, self._device)
         else:
             self._paused = generator, generator.get_state()
             generator.manual_seed(mixed_seed(seed, generator.initial_seed()))
+        return True
 
     def end_function(self) -> None:
         """Put the model's own generator back."""
@@ -358,7 +371,7 @@ class MicrobatchStreams:
             self._paused = None
 
     def _begin_region(self, seed: int) -> None:
-        self._region, self._count = seed, 0
+        self._region, self._count, self._left = seed, 0, None
         _reseed(seed, self._device)
         if self.host:
             random.seed(seed)

@@ -22,10 +22,6 @@ from booster_runtime import collectives
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_NOTHING = -(2**32)
-"""Below all checksums, and all negative ones."""
-
-
 _WHOLE_NUMEL = 8192
 """Tensors of more elements are sampled; different batches rarely differ in a few values alone."""
 
@@ -97,24 +93,6 @@ def _sample(tensor: torch.Tensor, turn: int) -> torch.Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)[places]
     return tensor[torch.unravel_index(places, tensor.shape)]
-
-
-def checksum_slots(checksum: int, index: int, count: int) -> list[int]:
-    """Return numbers whose largest ones over all ranks tell in which replicas batches differ; see `differing`.
-
-    Args:
-        checksum: That of this rank's batch.
-        index: Index of this rank's replica of the model.
-        count: Number of replicas.
-    """
-    slots = [_NOTHING] * (2 * count)
-    slots[2 * index : 2 * index + 2] = checksum, -checksum
-    return slots
-
-
-def differing(largest: list[int]) -> list[int]:
-    """Return the indices of the replicas whose ranks have different batches, given the largest numbers of all slots."""
-    return [index for index in range(len(largest) // 2) if largest[2 * index] != -largest[2 * index + 1]]
 
 
 def different_batches(ranks: list[int]) -> ConfigError:

@@ -1,8 +1,9 @@
 """Layers that training skips at random: found by a run in which the numbers that models draw for it are the lowest.
 
-What begins or ends with a layer, as a stage does, can't do without it. Models skip layers (`layerdrop`) where a single
-random number is below a probability, or above one. So two runs, one where such numbers are high and one where they are
-low, show whether any layer would be skipped.
+Between layers that are not called sequences can't be split. Models skip layers (`layerdrop`) where a single random
+number is below a probability, or above one. So two runs, one where such numbers are high and one where they are low,
+show whether any layer would be skipped. A pipeline's stage tells itself when the layer it begins or ends with is not
+called.
 """
 
 from __future__ import annotations
@@ -15,14 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from booster_core.errors import ConfigError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import nn
-
-    from booster_hybrid.pipeline.trace import Trace
 
 _HIGH, _LOW = 1.0 - 2.0**-24, 0.0
 _NUM_SEEDS = 20
@@ -38,15 +35,13 @@ class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         value: The number.
 
-    Attributes:
-        count: How many were drawn.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, value: float = _HIGH) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.value, self.count = value, 0
+        self.value = value
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -59,38 +54,11 @@ class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Return the number if an operation draws a single one, else ``None``."""
         if func is torch.ops.aten.rand.default and all(size == 1 for size in args[0]):
-            self.count += 1
             # A constant, so that a fake tensor of it can be asked for its value.
             return torch.tensor(self.value, dtype=kwargs.get("dtype"), device=kwargs.get("device")).reshape(args[0])
         if func is torch.ops.aten.uniform_.default and args[0].numel() == 1:
-            self.count += 1
             return args[0].fill_(self.value)  # type: ignore[no-any-return]
         return None
-
-
-def check_no_layer_is_skipped(model: nn.Module, trace: Trace, called: Callable[[FixedDraws], Trace]) -> None:
-    """Raise if training skips some of a model's layers at random, along which it is cut into stages.
-
-    Args:
-        model: The user's model. Where it is in evaluation mode now, all its modules are put into training mode
-            meanwhile.
-        trace: What a dry run of it has seen.
-        called: Runs the model dry with given draws, and returns what it sees. The states of the generators of Python
-            and numpy are not kept; see `kept_generators`.
-
-    Raises:
-        ConfigError: If it does.
-    """
-    if trace.is_certain:
-        return
-    names = [layer.name for layer in trace.layers]
-    skipped = skipped_at_random(model, names, lambda draws: {layer.name for layer in called(draws).layers})
-    if skipped:
-        msg = (
-            f"{type(model).__name__} skips layers at random in training ({skipped}), and no activations can pass from "
-            f"stage to stage where a stage's first layer is not called. {REMEDY}, or use `pp_size=1`."
-        )
-        raise ConfigError(msg)
 
 
 def skipped_at_random(model: nn.Module, names: Sequence[str], called: Callable[[FixedDraws], Collection[str]]) -> str:

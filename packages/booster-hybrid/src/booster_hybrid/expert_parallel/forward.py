@@ -107,7 +107,7 @@ class EveryTokenForward:
         route = find_route(chosen.unsqueeze(1), self._num_experts, self._group)
         (rows,) = dispatch(route, self._group, hidden)
         counts = torch.bincount(route.local_experts, minlength=self._num_experts // self._group.size)
-        most = max(int(counts.max()), 1)  # one row of zeros keeps experts without rows in the graph
+        most = max(route.most_rows, 1)  # one row of zeros keeps experts without rows in the graph
         by_expert = torch.sort(route.local_experts, stable=True).indices
         begins = torch.cumsum(counts, 0) - counts
         own = torch.arange(len(by_expert), device=hidden.device)

@@ -49,6 +49,7 @@ class Route:
         sent: Bounds of the rows for each rank, one entry more than ranks.
         received: Bounds of the rows of each rank among those that come here.
         local_experts: For each row that comes here the expert that it is for, counted from this rank's first.
+        most_rows: The largest number of rows that come here for one expert.
     """
 
     slots: Tensor
@@ -56,6 +57,7 @@ class Route:
     sent: tuple[int, ...]
     received: tuple[int, ...]
     local_experts: Tensor
+    most_rows: int
 
     def take(self, values: Tensor) -> Tensor:
         """Return the row of each slot that is sent.
@@ -124,4 +126,5 @@ def make_route(order: Tensor, top_k: int, counts: Tensor, received_counts: Tenso
     sent, received = (bounds_of(each, size) for each in both)
     own = torch.arange(len(both[0]) // size, device=order.device).repeat(size)
     local = torch.repeat_interleave(own, received_counts, output_size=received[-1])
-    return Route(order[: sent[-1]], top_k, sent, received, local)
+    most_rows = max(sum(both[1][expert :: len(own) // size]) for expert in range(len(own) // size))
+    return Route(order[: sent[-1]], top_k, sent, received, local, most_rows)

@@ -315,12 +315,13 @@ class StagedModel:
             module: Any = modules[layer.name]
             if getattr(module, "gradient_checkpointing", False) and not self._holds(position):
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
-            gate = _Gate(self, module, position, layer.name, may_be_tried=may_be_tried)
+            gate = _Gate(self, module, position, may_be_tried=may_be_tried)
             self._gates.append(gate)
             self._enclosed.append((module, gate))
             self._set_forward(module, gate)
             if self._holds(position):
                 self._undo.append(module.register_forward_pre_hook(gate.enter, prepend=True).remove)
+        self._leaving = [gate for gate in self._gates if gate.layer.kept]
         self._layers = {layer.name for layer in trace.layers}
         for name, module in modules.items():
             if not self._layers.intersection(prefixes(name)):
@@ -447,7 +448,7 @@ class StagedModel:
         stage = self._active
         before: list[tuple[Any, str, Any]] = []
         assert stage is not None, "a stage is active"
-        for gate in self._gates:
+        for gate in self._leaving:
             for kept in () if stage.first <= gate.position < stage.last else gate.layer.kept:
                 module = self._modules[kept.module]
                 places: Any = module._buffers if kept.name in module._buffers else vars(module)  # noqa: SLF001 - assignment would check the class
@@ -485,7 +486,6 @@ class StagedModel:
         outputs, payload = None, None
         stage = self._active
         assert stage is not None, "a stage is active"
-        self._enclose_compiled()
         if self._streams is not None:
             self._streams.begin()
         run = self._run = self._new_run()
@@ -518,7 +518,7 @@ class StagedModel:
     def _new_run(self) -> StageRun:
         return StageRun(self.model, self._forms, self._streams)
 
-    def _enclose_compiled(self) -> None:
+    def enclose_compiled(self) -> None:
         """Enter compiled modules from outside of what is compiled, which is not to depend on the stage."""
         for module, gate in self._enclosed:
             compiled = module._compiled_call_impl  # noqa: SLF001 - where `Module.compile` leaves it
@@ -582,7 +582,7 @@ class StagedModel:
                 output = forward(*args, **kwargs)
             finally:
                 self._depth -= 1
-        gate.check(output, args, kwargs)
+            gate.check(output, args, kwargs)
         self._leave_layer(position)
         return output
 
@@ -732,20 +732,19 @@ class StagedModel:
 class _Gate:
     """The forward of a layer in a staged model."""
 
-    def __init__(self, staged: StagedModel, module: nn.Module, position: int, name: str, *, may_be_tried: bool) -> None:
+    def __init__(self, staged: StagedModel, module: nn.Module, position: int, *, may_be_tried: bool) -> None:
         self._staged, self.position = staged, position
+        self.layer = layer = staged.layer(position)
         self.forward = module.forward
         named = named_forward(module)
         self.names = ArgumentNames(named)
         self.__signature__ = inspect.signature(named)  # callers look at what a layer takes
-        self.calls = AbsentCalls(module, module.forward, f"layer '{name}'")
+        self._origin = f"layer '{layer.name}'"
+        self.calls = AbsentCalls(module, module.forward, self._origin)
         self._may_be_tried = may_be_tried
+        # The argument that the output is like, where that is all there is to tell of it, as of most layers.
+        self._like = layer.returned.argument if layer.returned.has_shapes and not layer.writes else None
         self.is_open = False
-
-    @property
-    def layer(self) -> Layer:
-        """What is known of the layer."""
-        return self._staged.layer(self.position)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_open:
@@ -760,6 +759,10 @@ class _Gate:
     def pass_through(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what stands for the layer's output where it is not run: of the same form, without its values."""
         has_shapes, is_watched = self.layer.returned.has_shapes, self.calls.is_watched
+        if self._like is not None and not is_watched:
+            value = self.names.get(self._like, args, kwargs)
+            if isinstance(value, torch.Tensor):
+                return absent_like(value.form if isinstance(value, AbsentTensor) else Form.of(value), self._origin)
         seen: list[tuple[nn.Module, Any]] = []
         if self._may_be_tried and (not has_shapes or is_watched):
             try:
@@ -767,15 +770,14 @@ class _Gate:
             except Exception:
                 if not has_shapes:
                     raise
-        origin = f"layer '{self.layer.name}'"
         if self.layer.writes:
             leaves = dict(self.names.leaves(args, kwargs))
             for leaf in (leaves.get(path) for path in self.layer.writes):
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, AbsentTensor):
-                    mark_written(leaf, origin)
+                    mark_written(leaf, self._origin)
         arguments = self._arguments(args, kwargs)
         forms = {
-            path: absent_like(Form.of(leaf), origin)
+            path: absent_like(Form.of(leaf), self._origin)
             for path, leaf in arguments.items()
             if isinstance(leaf, torch.Tensor)
         }
@@ -791,13 +793,14 @@ class _Gate:
 
     def check(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise if a layer that was run returned tensors of other shapes than stages that did not run it assume."""
-        if self._may_be_tried and not self.layer.returned.has_shapes:
+        returned = self.layer.returned
+        if self._may_be_tried and not returned.has_shapes:
             return
-        name = self.layer.returned.argument
+        name = returned.argument
         like = None if name is None else self.names.get(name, args, kwargs)
         if isinstance(like, torch.Tensor) and isinstance(output, torch.Tensor) and like.shape == output.shape:
             return  # as most layers do
-        found = self.layer.returned.other_shapes(output, self._arguments(args, kwargs))
+        found = returned.other_shapes(output, self._arguments(args, kwargs))
         if found is not None:
             msg = (
                 f"Layer '{self.layer.name}' returned a tensor of shape {tuple(found[1])} where the dry run at `boost` "

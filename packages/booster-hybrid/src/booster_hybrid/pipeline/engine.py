@@ -18,7 +18,7 @@ from booster_hybrid.pipeline.microbatches import cut_batch, join_outputs
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import Work, make_schedule
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed
-from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
+from booster_hybrid.same_batch import checksum_of, different_batches
 from booster_hybrid.skipped_layers import kept_generators
 from booster_hybrid.to_host import ToHost
 from booster_runtime import collectives
@@ -227,6 +227,8 @@ class PipelineEngine:
         Returns:
             The microbatches, their sizes, the largest number of microbatches on any rank, and the number from which
             the batch's random numbers are made.
+
+        Collective: every rank of the world.
         """
         self._num_batches += 1
         taken = _Taken()
@@ -235,29 +237,37 @@ class PipelineEngine:
         except Exception as caught:  # noqa: BLE001 - carried to every rank below
             taken.error = caught
         # Data parallel ranks may have other batches, of other sizes; those that work on the same batch may not.
-        index, count, num_parts = self._data.index, self._data.size, len(taken.parts)
-        slots = checksum_slots(taken.checksum, index, count)
-        seeds = [0] * count
         own_seed = next_seed()  # on each rank, so that their generators stay alike
-        seeds[index] = own_seed if self._replica.index == 0 else 0
-        told = [taken.error is not None, num_parts, -num_parts, *seeds, *slots]
-        counts = torch.tensor(told, device=between_hosts(self._device))
-        collectives.all_reduce(counts, dist.ReduceOp.MAX).wait()
-        has_failed, most, least, *largest = counts.tolist()
-        seeds, apart = largest[:count], [] if has_failed else differing(largest[count:])
-        if index in apart:
-            taken.error = different_batches(list(self._replica.ranks))
-        if self._exchanges_tokens and not has_failed and most != -least:
+        num_parts, number = len(taken.parts), taken.checksum
+        told = [taken.error is not None, num_parts, -num_parts, number, -number]
+        told.append(own_seed if self._replica.index == 0 else 0)
+        has_failed, most, least, highest, lowest, seed = self._largest(told, self._replica)
+        if not has_failed and (highest, most) != (-lowest, -least):
+            taken.error, has_failed = different_batches(list(self._replica.ranks)), True
+        has_failed, most, least = self._largest([has_failed, most, least], self._data)
+        if has_failed:
+            with self._coordinator.together("execute_pipeline"):
+                if taken.error is not None:
+                    raise taken.error
+        if self._exchanges_tokens and most != -least:
             msg = (
                 f"Batches have {-least} microbatches on some ranks and {most} on others, and `ep_size` lets ranks send "
                 "each other the tokens of each. Use `num_microbatches`, or batches of the same size on all ranks."
             )
             raise ConfigError(msg)
-        if has_failed or apart:
-            with self._coordinator.together("execute_pipeline"):
-                if taken.error is not None:
-                    raise taken.error
-        return taken.parts, taken.sizes, most, seeds[index]
+        return taken.parts, taken.sizes, most, seed
+
+    def _largest(self, values: Sequence[int], axis: Axis) -> list[int]:
+        """Return the largest one of the ranks of an axis for each number; two axes cost less than the world at once.
+
+        Collective: the ranks of the axis.
+        """
+        if axis.size == 1:
+            return [*values]
+        told = torch.tensor(values, dtype=torch.int64, device=between_hosts(self._device, axis.group))
+        collectives.all_reduce(told, dist.ReduceOp.MAX, axis.group).wait()
+        found: list[int] = told.tolist()
+        return found
 
     def _take(self, batches: Iterator[Any], taken: _Taken) -> None:
         """Take the next batch, and note what this rank finds of it."""
@@ -267,19 +277,14 @@ class PipelineEngine:
         taken.parts, taken.sizes = cut_batch(batch, self._config, self._split_hook, self._entries.check)
 
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
-        if self._has_any(error):
+        (has_failed,) = self._largest(self._largest([error is not None], self._replica), self._data)
+        if has_failed:
             if optimizer is not None:
                 for each in optimizer.scaling.optimizers:
                     each.zero_grad()  # of a part of the batch, and of some ranks only
             with self._coordinator.together("execute_pipeline"):
                 if error is not None:
                     raise error
-
-    def _has_any(self, error: Exception | None) -> bool:
-        """Return whether any rank brings an error."""
-        flag = torch.tensor([error is not None], dtype=torch.uint8, device=between_hosts(self._device))
-        collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
-        return bool(flag.item())
 
     def _warn_if_idle(self, schedule: Schedule) -> None:
         size = self._config.size

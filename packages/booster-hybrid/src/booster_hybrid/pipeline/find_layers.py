@@ -16,7 +16,6 @@ import torch
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.arguments import LikeArguments
 from booster_hybrid.pipeline.trace import CONTAINERS, call_on, run_dry, stand_ins
-from booster_hybrid.skipped_layers import FixedDraws
 from booster_hybrid.tensor_parallel.module_names import peft_classes
 from booster_runtime.data import leaves_by_path
 
@@ -55,7 +54,7 @@ def find_layers(model: nn.Module, batch: Any, num_stages: int) -> list[str]:
         ConfigError: If there are fewer layers than stages, or none; with the reason.
     """
     watch = _Watch(model, in_order=not num_stages)
-    run_dry(model, batch, watch.run, FixedDraws())
+    run_dry(model, batch, watch.run)
     reasons: dict[str, str] = {}
     chosen = watch.outermost("", reasons)
     sizes = {name: watch.numel(name) for name in chosen}

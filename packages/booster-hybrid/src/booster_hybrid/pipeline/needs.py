@@ -49,7 +49,6 @@ from booster_hybrid.pipeline.microbatches import count_samples, doubled
 from booster_hybrid.pipeline.runtime import explained
 from booster_hybrid.pipeline.stage_run import NotedRun, kept_attributes
 from booster_hybrid.pipeline.trace import call_on, run_dry, stand_ins, trace_on, with_stand_ins
-from booster_hybrid.skipped_layers import FixedDraws, host_states
 from booster_runtime.data import leaves_by_path, tensors_of
 
 if TYPE_CHECKING:
@@ -97,12 +96,10 @@ def find_needs(
             found[:] = [(trace, whole, needs)]
             return
 
-    before, draws = host_states(), FixedDraws()
-    is_fake = run_dry(model, batch, run, draws)
-    is_certain = model.training and is_fake and not draws.count and host_states() == before
+    run_dry(model, batch, run)
     ((trace, whole, needs),) = found
     dims = _sample_dims(model, batch, {path: tensor.shape for path, tensor in whole.results.items()})
-    return replace(trace, is_certain=is_certain), replace(needs, sample_dims=dims)
+    return trace, replace(needs, sample_dims=dims)
 
 
 def _sample_dims(model: nn.Module, batch: Any, shapes: Mapping[str, torch.Size]) -> dict[str, int | None]:
@@ -130,7 +127,7 @@ def _sample_dims(model: nn.Module, batch: Any, shapes: Mapping[str, torch.Size])
         larger.update((path, tensor.shape) for path, tensor in tensors_of(output))
 
     with contextlib.suppress(Exception):  # a model for one number of samples
-        run_dry(model, doubled(batch), run, FixedDraws())
+        run_dry(model, doubled(batch), run)
     for path in larger.keys() & shapes.keys() - found.keys():
         pairs = list(zip(shapes[path], larger[path], strict=False))
         differ = [dim for dim, (one, two) in enumerate(pairs) if one != two]
@@ -321,6 +318,7 @@ class _DryStages(StagedModel):
         """Begin with a run of a stage."""
         self.carried, self.calls, self._num_called = (), [], 0
         self._first = stage.first
+        self.enclose_compiled()
 
     def _new_run(self) -> StageRun:
         return NotedRun(self.model, self._forms, self.calls)

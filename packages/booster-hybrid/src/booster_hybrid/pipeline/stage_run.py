@@ -125,8 +125,7 @@ class StageRun(TorchFunctionMode):
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._streams is not None and not self.is_trying:
-            self._streams.begin_function(kwargs.get("generator"))
+        draws = self._streams is not None and self._reads is None and self._streams.begin_function(func, kwargs)
         try:
             if not has_absent(args) and not (kwargs and has_absent(kwargs)):
                 return mean_of_batch(func, args, kwargs) if func in MEANS else func(*args, **kwargs)
@@ -144,7 +143,7 @@ class StageRun(TorchFunctionMode):
                 return func(args[0], *_emptied(args[1:]), **kwargs)
             return self._let_through(func, args, kwargs)
         finally:
-            if self._streams is not None and not self.is_trying:
+            if draws and self._streams is not None:
                 self._streams.end_function()
 
     def arrive(self, arguments: Mapping[str, Any], received: Mapping[str, Tensor]) -> dict[str, Tensor]:

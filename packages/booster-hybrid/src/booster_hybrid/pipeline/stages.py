@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
 from booster_hybrid.pipeline.cut import Cuts, StagedModel, held_modules, idle_modules, share_layers
 from booster_hybrid.pipeline.host_draws import HostDraws
 from booster_hybrid.pipeline.needs import find_needs
 from booster_hybrid.pipeline.schedule import make_schedule
-from booster_hybrid.pipeline.trace import copy_of, trace_layers
-from booster_hybrid.skipped_layers import check_no_layer_is_skipped
+from booster_hybrid.pipeline.trace import copy_of
 from booster_runtime.activations import enable_activation_checkpointing
 
 if TYPE_CHECKING:
@@ -120,20 +118,10 @@ def find_cuts(model: nn.Module, lists: Sequence[str], batch: Any, config: Pipeli
     num_stages = make_schedule(config.style, config.size, 1, config.num_chunks).placement.num_stages
     own = _copy_of(model) or model
     watched = HostDraws(model, own)
-
-    def check_skips(trace: Trace) -> None:
-        if trains:
-            check_no_layer_is_skipped(own, trace, lambda draws: trace_layers(own, lists, batch, draws))
-
-    try:
-        with watched:
-            trace, needs = find_needs(own, lists, batch, num_stages, config.num_layers_per_stage, trains=trains)
-    except ConfigError:
-        check_skips(trace_layers(own, lists, batch))  # then that is why the stages differ from the whole model
-        raise
+    with watched:
+        trace, needs = find_needs(own, lists, batch, num_stages, config.num_layers_per_stage, trains=trains)
     names = [layer.name for layer in trace.layers]
     watched.check_own(set(names))
-    check_skips(trace)
     found = {True: needs, False: needs}
     other = _copy_of(model)
     # A mode that fails on the batch, or can't be cut, is taken to be as the one that the model is in.

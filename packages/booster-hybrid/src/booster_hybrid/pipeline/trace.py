@@ -7,7 +7,6 @@ of experts that loops over the experts that were hit), the dry run computes them
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import inspect
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,14 +24,15 @@ from booster_core.errors import ConfigError
 from booster_core.state import call_with_tensors
 from booster_hybrid.pipeline.absent import AbsentTensor, Form, Forms, ModuleOutput, absent_like, quiet_fakes
 from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
-from booster_hybrid.pipeline.fakes import Fakes
 from booster_hybrid.pipeline.stage_run import OF_TORCH, NotedRun, kept_attributes
-from booster_hybrid.skipped_layers import FixedDraws, host_states
+from booster_hybrid.skipped_layers import FixedDraws
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from typing_extensions import Self
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Modules whose members may be layers."""
@@ -86,14 +87,11 @@ class Trace:
         uses: For each other module that has parameters of its own: the numbers of layers that had been called while it
             ran. A module that was not called has none.
         uncalled: Names of the layers that were not called.
-        is_certain: Whether these layers are called in training whatever is drawn: no single number was, and no value
-            was looked at.
     """
 
     layers: tuple[Layer, ...]
     uses: Mapping[str, tuple[int, ...]] = field(repr=False)
     uncalled: tuple[str, ...] = ()
-    is_certain: bool = False
 
 
 @dataclass
@@ -136,29 +134,6 @@ def shown_output(output: Any) -> str:
     """Return what a layer returned, for messages."""
     first = f" that begins with `{type(output[0]).__name__}`" if type(output) is tuple and output else ""
     return f"`{type(output).__name__}`{first}"
-
-
-def trace_layers(model: nn.Module, lists: Sequence[str], batch: Any, draws: FixedDraws | None = None) -> Trace:
-    """Run a model dry, and return what is seen of its layers.
-
-    Args:
-        model: The whole model.
-        lists: As for `trace_on`.
-        batch: As its data loader yields it; see `call_with` and `taken_by`.
-        draws: What single random numbers are; by default so high that no layer is skipped by chance.
-
-    Raises:
-        ConfigError: As for `trace_on`.
-    """
-    found: list[Trace] = []
-
-    def run(make: Callable[[torch.Tensor], torch.Tensor], example: Any) -> None:
-        found[:] = [trace_on(model, lists, stand_ins(model, make), example)[0]]
-
-    before, draws = host_states(), draws or FixedDraws()
-    is_fake = run_dry(model, batch, run, draws)
-    is_certain = model.training and is_fake and not draws.count and host_states() == before
-    return dataclasses.replace(found[0], is_certain=is_certain)
 
 
 def trace_on(
@@ -363,9 +338,37 @@ def is_inside(name: str, layers: Collection[str]) -> bool:
     return False
 
 
-def run_dry(
-    model: nn.Module, batch: Any, run: Callable[[Callable[[torch.Tensor], torch.Tensor], Any], None], draws: FixedDraws
-) -> bool:
+class _Fakes(FixedDraws):
+    """A context in which tensors are fake, and single random numbers so high that no layer is skipped by chance.
+
+    Args:
+        narrow: Whether floating tensors become bf16.
+    """
+
+    def __init__(self, *, narrow: bool) -> None:
+        super().__init__()
+        self._torch, self._narrow = FakeTensorMode(allow_non_fake_inputs=True), narrow
+
+    def __enter__(self) -> Self:
+        """Begin, inside of torch's own mode."""
+        self._torch.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End both."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._torch.__exit__(*error)  # type: ignore[arg-type]
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor like another one; contiguous where that only stands in for one without values."""
+        dtype = torch.bfloat16 if self._narrow and tensor.is_floating_point() else tensor.dtype
+        if is_repeated(tensor):
+            return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        return self._torch.from_tensor(tensor).detach().to(dtype)
+
+
+def run_dry(model: nn.Module, batch: Any, run: Callable[[Callable[[torch.Tensor], torch.Tensor], Any], None]) -> None:
     """Run something on fake tensors; on real ones where it asks for values.
 
     Args:
@@ -373,10 +376,6 @@ def run_dry(
         batch: As its data loader yields it.
         run: Called with what makes a tensor's stand-in, and the batch made of such ones; up to three times, until it
             raises nothing.
-        draws: What single random numbers are meanwhile.
-
-    Returns:
-        Whether it ran on fake tensors.
 
     Raises:
         ConfigError: What the function refuses, at once.
@@ -387,16 +386,15 @@ def run_dry(
         # Some kernels' shapes are known for bf16 alone, such as those of products of groups.
         for narrow in (False, True):
             try:
-                with Fakes(draws, narrow=narrow) as fakes, quiet_fakes():
+                with _Fakes(narrow=narrow) as fakes, quiet_fakes():
                     run(fakes.like, pytree.tree_map_only(torch.Tensor, fakes.like, batch))
             except ConfigError:
                 raise
             except Exception:  # noqa: BLE001, S112 - a value was asked for, which only a real run has
                 continue
-            return True
-        with draws, _Unwritten(model):
+            return
+        with FixedDraws(), _Unwritten(model):
             run(torch.Tensor.detach, batch)
-    return False
 
 
 class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
