@@ -15,6 +15,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_hybrid import ExpertRule, HybridParallelPlugin, ShardingPolicy
+from booster_runtime import Muon
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import tolerance_for
 
@@ -147,8 +148,21 @@ def with_whole_matrices():
 
 
 def test_optimizers_of_whole_matrices_are_refused():
-    message = r"Adafactor updates whole matrices, of which `ep_size=2` leaves each rank a part.*AdamW.*or `ep_size=1`"
+    message = (
+        r"Adafactor updates '.*' \(.*\) as a whole, of which `ep_size=2` leaves each rank a part.*AdamW.*`ep_size=1`"
+    )
     expect_on_ranks(ConfigError, message, with_whole_matrices, 2)
+
+
+def with_biases_as_a_matrix():
+    model = make("gpt_oss")
+    optimizer = Muon([p for name, p in model.named_parameters() if p.dim() > 1 and ".experts." in name])
+    Booster("cpu", plugin=HybridParallelPlugin(ep_size=2)).boost(model, optimizer)
+
+
+def test_biases_of_experts_are_no_matrix_of_each_rank():
+    message = r"Muon updates 'model\.layers\..\.mlp\.experts\.\w+_bias' \(8, \d+\) as a whole.*stacked matrices to"
+    expect_on_ranks(ConfigError, message, with_biases_as_a_matrix, 2)
 
 
 def with_other_microbatches():

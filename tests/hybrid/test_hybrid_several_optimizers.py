@@ -50,11 +50,15 @@ def llama_loss(outputs, batch):
     return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 
 
-def llama():
+def llama(**settings):
     """Return a model with two queries for a key, of which there are fewer than ranks."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 24}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=66, **sizes, **heads)).double()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=66, **{**sizes, **heads, **settings})).double()
+
+
+def tied_llama():
+    return llama(tie_word_embeddings=True, num_hidden_layers=3)
 
 
 def matrices_of(model):
@@ -136,6 +140,11 @@ def scaling(model):
 def test_norms_and_factors_are_those_of_whole_parameters(optimizer, tmp_path):
     case = replace(GPT, optimizer=optimizer, max_norm=None)
     assert_equals_one_process(case, Setting(with_policy, {"tp_size": 2}), checkpoint=tmp_path / "run")
+
+
+def test_copies_on_stages_that_have_other_matrices_each_are_owned_by_the_same_ranks():
+    case = replace(LLAMA, build=tied_llama, optimizer=adafactor, max_norm=None, steps=2)
+    assert_equals_one_process(case, Setting(HybridParallelPlugin, {**OF_PIPELINE, "zero_stage": 1}, 4))
 
 
 class Failing(torch.optim.Muon):

@@ -162,3 +162,9 @@ def test_small_models_have_smaller_buckets_where_gradients_are_split(stage, grad
 )
 def test_buckets_grow_with_the_number_of_ranks(stage, gradient_bytes, shard_size, expected):
     assert default_bucket_bytes(gradient_bytes, shard_size, stage=stage) == expected
+
+
+def test_ranks_that_own_something_already_get_less():
+    owners = assign_owners([(5, 4), (6, 3), (7, 3)], 3, [9, 0, 1])
+    assert owners == {5: 1, 6: 2, 7: 1}
+    assert assign_owners([(0, 1)], 2, [1, 0]) == {0: 1}

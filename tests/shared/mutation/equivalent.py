@@ -24,8 +24,16 @@ _NO_ROWS = "tensor.dtype == torch.float64 or not tensor.is_contiguous()"
 _EXACT_AS_WELL = "a norm about there is that of fp64 either way, but for its last digits"
 EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
     "zero/partition": {
-        ("assign_owners", "loads = [(0, rank) for rank in range(world_size)]", "0 -> 1"): _ONLY_DIFFERENCES,
-        ("assign_owners", "loads = [(0, rank) for rank in range(world_size)]", "0 -> -1"): _ONLY_DIFFERENCES,
+        (
+            "assign_owners",
+            "loads = [(load, rank) for rank, load in enumerate(held or [0] * world_size)]",
+            "0 -> 1",
+        ): _ONLY_DIFFERENCES,
+        (
+            "assign_owners",
+            "loads = [(load, rank) for rank, load in enumerate(held or [0] * world_size)]",
+            "0 -> -1",
+        ): _ONLY_DIFFERENCES,
         ("lengths_of_flat", "held = 0", "0 -> 1"): _FIRST_BUCKET,
         ("lengths_of_flat", "held = 0", "0 -> -1"): _FIRST_BUCKET,
         ("lengths_of_flat", "ends.append(0)", "0 -> 1"): _SET_BELOW,

@@ -16,7 +16,7 @@ from booster_core.state import NamedTensors
 from booster_fsdp.parameters import gradient_of
 from booster_fsdp.views import Views
 from booster_fsdp.whole_parameters import WholeParameters
-from booster_runtime.sharding import RaisedAnywhere, local_of, numbers_of_group, partition_for
+from booster_runtime.sharding import RaisedAnywhere, is_by_matrix, local_of, numbers_of_group, partition_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -90,6 +90,7 @@ class FSDPOptimizer(OptimizerWrapper):
         self._config = config
         self._device = device
         self._whole: list[WholeParameters] = []
+        self._loads = [0] * ranks.shard_size
         self.views = Views(optim)
         self._held: list[nn.Parameter] = []
         now = {parameter: model.get_parameter(path) for parameter, path in before.items()}
@@ -149,7 +150,7 @@ class FSDPOptimizer(OptimizerWrapper):
             for parameter in group["params"]:
                 self.views.add_rows(parameter)
         else:
-            whole = WholeParameters(group["params"], self.ranks)
+            whole = WholeParameters(group["params"], self.ranks, self._loads, by_matrix=is_by_matrix(self.unwrap()))
             self._whole.append(whole)
             self.views.add_whole(whole.wholes)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from booster_runtime.sharding import local_of
+from booster_runtime.sharding import local_of, step_cost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,15 +31,20 @@ class WholeParameters:
     Args:
         parameters: DTensors, or replicated.
         ranks: The ranks of a replica.
+        by_matrix: Whether the optimizer updates matrices by themselves, so that work goes by their products.
+        loads: What each rank of a replica has to do already; what these parameters cost is added.
 
     Attributes:
         wholes: What the optimizer steps on for each parameter: a tensor that has memory during a step only, or the
             parameter itself if it is replicated; ``None`` for parameters of other owners.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: ShardingRanks) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], ranks: ShardingRanks, loads: list[int], *, by_matrix: bool
+    ) -> None:
         self._ranks = ranks
-        self._owner = _owners([p for p in parameters if isinstance(p, DTensor)], ranks.shard_size)
+        sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+        self._owner = _owners(sharded, loads, by_matrix=by_matrix)
         self.wholes: dict[nn.Parameter, nn.Parameter | None] = {}
         self._gathered: list[nn.Parameter] = []
         for parameter in parameters:
@@ -123,14 +128,14 @@ def _run(operations: Sequence[dist.P2POp | None]) -> None:
             work.wait()
 
 
-def _owners(parameters: Sequence[nn.Parameter], size: int) -> dict[nn.Parameter, int]:
-    """Assign parameters to owners, balanced by elements: the largest first, to the rank with the fewest."""
-    loads = [0] * size
+def _owners(parameters: Sequence[nn.Parameter], loads: list[int], *, by_matrix: bool) -> dict[nn.Parameter, int]:
+    """Assign parameters to owners, balanced by cost: the largest first, to the rank with the least to do."""
+    costs = [(step_cost(parameter, by_matrix=by_matrix), parameter) for parameter in parameters]
     owner = {}
-    for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
+    for cost, parameter in sorted(costs, key=lambda item: -item[0]):
         rank = loads.index(min(loads))
         owner[parameter] = rank
-        loads[rank] += parameter.numel()
+        loads[rank] += cost
     return owner
 
 

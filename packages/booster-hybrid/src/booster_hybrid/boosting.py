@@ -37,7 +37,7 @@ from booster_hybrid.sequence_parallel.stack import Mixers
 from booster_hybrid.skipped_layers import kept_generators
 from booster_hybrid.tensor_parallel.adapters import without_stacked_adapters
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
-from booster_hybrid.user_optimizer import check_elementwise, check_state, cut_state, leave_out
+from booster_hybrid.user_optimizer import check_experts, check_state, cut_state, leave_out
 from booster_runtime.collectives import new_groups
 from booster_runtime.compiling import compile_apart
 from booster_runtime.data import move_batch
@@ -132,9 +132,11 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
 
     # Whether layers compute the same when they are split, before anything is.
     for optimizer in optimizers:
-        check_elementwise(optimizer, config.expert.size)
         check_state(optimizer, config.tensor.size)
     experts = _checked_experts(model, context, options) if config.expert.size > 1 else []
+    spread = {key: name for each in experts for key, name in each.spread_parameters().items()}
+    for optimizer in optimizers:
+        check_experts(optimizer, spread, config.expert.size)
     checked = CheckedModel()
     if config.tensor.size > 1:
         checked = _check_layers(objects, context, options, torch.device("cpu") if is_on_host else context.device)

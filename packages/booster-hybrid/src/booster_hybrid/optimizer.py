@@ -16,7 +16,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import check_loss
-from booster_hybrid.user_optimizer import check_elementwise
+from booster_hybrid.user_optimizer import check_experts
 from booster_runtime import collectives
 from booster_runtime.sharding import between_hosts
 from booster_zero import ShardedOptimizer
@@ -163,7 +163,13 @@ class HybridOptimizer(ShardedOptimizer):
         Raises:
             ConfigError: If it can't.
         """
-        check_elementwise(self.unwrap(), self.local.expert_group.size, [group])
+        numbers = [self.engine.index_of.get(id(each)) for each in group["params"]]
+        spread = {
+            id(each): self.names[number]
+            for each, number in zip(group["params"], numbers, strict=True)
+            if number is not None and self.names[number] in self.local.expert_splits
+        }
+        check_experts(self.unwrap(), spread, self.local.expert_group.size, [group])
         super().check_settings(group)
 
     def set_model(self, model: nn.Module, norm_dtype: torch.dtype) -> None:

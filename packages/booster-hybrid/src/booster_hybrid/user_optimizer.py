@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
-from booster_runtime.sharding import keeps_blocks, partition_for
+from booster_runtime.sharding import is_by_matrix, keeps_blocks, partition_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,25 +16,40 @@ if TYPE_CHECKING:
 
     from booster_hybrid.tensor_parallel.split import Split
 
+_STACKED = 3
+"""Dimensions of a stack of matrices."""
 
-def check_elementwise(optimizer: Optimizer, ep_size: int, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+
+def check_experts(
+    optimizer: Optimizer,
+    spread: Mapping[int, str],
+    ep_size: int,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
     """Refuse what would take a part of the experts for all of them.
 
     Args:
-        optimizer: The user's optimizer.
-        ep_size: Number of ranks over which experts are spread.
-        groups: The groups whose settings are looked at; all of the optimizer's by default.
+        optimizer: The user's optimizer. One that updates matrices by themselves may list stacks of them, of which each
+            rank has whole matrices.
+        spread: The names of the parameters of experts that are spread over ranks, by ``id``.
+        ep_size: Number of these ranks.
+        groups: The groups that are looked at; all of the optimizer's by default.
 
     Raises:
-        ConfigError: If the optimizer does not treat every element alike.
+        ConfigError: If the optimizer takes a parameter of experts as a whole.
     """
-    if ep_size > 1 and partition_for(optimizer, "auto", groups) != "flat":
-        msg = (
-            f"{type(optimizer).__qualname__} updates whole matrices, of which `ep_size={ep_size}` leaves each rank "
-            "a part. Use an optimizer that treats every element alike, such as AdamW, or a class with "
-            "`is_elementwise = True`, or `ep_size=1`."
-        )
-        raise ConfigError(msg)
+    groups = optimizer.param_groups if groups is None else groups
+    if not spread or partition_for(optimizer, "auto", groups) == "flat":
+        return
+    for parameter in (each for group in groups for each in group["params"] if id(each) in spread):
+        if not is_by_matrix(optimizer) or parameter.dim() < _STACKED:
+            msg = (
+                f"{type(optimizer).__qualname__} updates '{spread[id(parameter)]}' {tuple(parameter.shape)} as a "
+                f"whole, of which `ep_size={ep_size}` leaves each rank a part. Give the parameters of experts to an "
+                "optimizer that treats every element alike, such as AdamW, or stacked matrices to "
+                "`booster_runtime.Muon`; or use `ep_size=1`."
+            )
+            raise ConfigError(msg)
 
 
 def check_state(optimizer: Optimizer, tp_size: int) -> None:

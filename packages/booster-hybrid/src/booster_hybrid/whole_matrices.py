@@ -18,7 +18,8 @@ from torch import nn
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_runtime.collectives import all_gather_object, all_reduce
-from booster_runtime.sharding import between_hosts, is_cut
+from booster_runtime.muon import update_cost
+from booster_runtime.sharding import between_hosts, is_by_matrix, is_cut
 from booster_zero.engine import assign_owners, only
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ class WholeMatrices:
                 "`tp_size` that divides heads and widths, or `zero_stage=0`."
             )
             raise ConfigError(msg)
-        sizes = [(index, math.prod(part.split.global_shape)) for index, part in enumerate(parts)]
+        count = update_cost if is_by_matrix(self._optimizer) else math.prod
+        sizes = [(index, count(part.split.global_shape)) for index, part in enumerate(parts)]
         shares = _Shares([splits for _, splits in found], assign_owners(sizes, self._group.size), self._group)
         self._known[names] = shares
         return shares

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from booster_runtime.lazy import LazyInitContext
     from booster_runtime.loops import Evaluation, StopSignal, accumulate, evaluate_batch, join, train_batch
     from booster_runtime.moving_average import ema
+    from booster_runtime.muon import Muon
     from booster_runtime.offloading import offload_states, reload_states
     from booster_runtime.replicas import check_replicas
     from booster_runtime.vocabulary_loss import linear_cross_entropy
@@ -33,6 +34,7 @@ __all__ = [
     "FirstFitDocuments",
     "LazyInitContext",
     "MixedStreams",
+    "Muon",
     "PackedDocuments",
     "StopSignal",
     "accumulate",
@@ -76,6 +78,7 @@ __getattr__, __dir__ = public_names(
         ".exported_tensors": ["whole_parameters"],
         ".float8": ["convert_to_float8"],
         ".whole_tensors": ["full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"],
+        ".muon": ["Muon"],
         ".lazy": ["LazyInitContext"],
         ".vocabulary_loss": ["linear_cross_entropy"],
         ".loops": ["Evaluation", "StopSignal", "accumulate", "evaluate_batch", "join", "train_batch"],

@@ -50,6 +50,14 @@ class ExpertsModule:
     takes_every_token: bool
     wrappers: tuple[Any, ...] = ()
 
+    def spread_parameters(self) -> dict[int, str]:
+        """Return the names of the parameters of which each rank gets a part, those of adapters too, by ``id``."""
+        found = {id(parameter): f"{self.name}.{name}" for name, parameter in self.parameters.items()}
+        for wrapper in self.wrappers:
+            for each in (*wrapper.lora_A.values(), *wrapper.lora_B.values()):
+                found[id(each.weight)] = f"{self.name}.{wrapper.parameter_name}, adapted"
+        return found
+
 
 def find_experts(model: nn.Module, rules: Sequence[ExpertRule], size: int) -> list[ExpertsModule]:
     """Return the modules of experts that rules name.

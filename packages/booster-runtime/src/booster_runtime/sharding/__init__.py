@@ -24,8 +24,10 @@ from booster_runtime.sharding.dtensor import (
 )
 from booster_runtime.sharding.elementwise import (
     OF_TORCH,
+    is_by_matrix,
     keeps_blocks,
     partition_for,
+    step_cost,
 )
 from booster_runtime.sharding.generating import generate_together, generating_model
 from booster_runtime.sharding.gradient_hooks import watch_gradient_hooks
@@ -83,6 +85,7 @@ __all__ = [
     "frozen_base",
     "generate_together",
     "generating_model",
+    "is_by_matrix",
     "is_cut",
     "keeps_blocks",
     "layers_of",
@@ -108,6 +111,7 @@ __all__ = [
     "send_first",
     "sharded_like",
     "sharding_groups",
+    "step_cost",
     "watch_gradient_hooks",
     "whole_shard",
     "without_optimizer",

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch import optim
 
 from booster_core.errors import ConfigError
+from booster_runtime.muon import Muon, update_cost
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import Tensor
     from torch.optim import Optimizer
 
 _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -32,8 +34,9 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         optim.ASGD,
     }
 )
-OF_TORCH: frozenset[type[Optimizer]] = _ELEMENTWISE | {optim.Adafactor} | {getattr(optim, "Muon", optim.Adafactor)}
-"""Torch's classes that may be sharded: what they remember, they keep by parameter."""
+_BY_MATRIX: frozenset[type[Optimizer]] = frozenset({Muon, getattr(optim, "Muon", Muon)})
+OF_TORCH: frozenset[type[Optimizer]] = _ELEMENTWISE | {optim.Adafactor} | _BY_MATRIX
+"""Torch's classes that may be sharded, and our Muon: what they remember, they keep by parameter."""
 _COUPLED = {
     "max_grad_norm": "clips by the norm over all parameters. Set it to 0, or to a norm that is never reached, and let "
     "the plugin clip (`max_norm`)",
@@ -78,6 +81,24 @@ def partition_for(optimizer: Optimizer, asked: str, groups: Sequence[Mapping[str
                 )
                 raise ConfigError(msg)
     return "flat" if getattr(kind, "is_elementwise", False) else "parameter"
+
+
+def is_by_matrix(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer updates each matrix of a parameter's last two dimensions by itself.
+
+    Muon's classes do, and those that say ``is_by_matrix = True``.
+    """
+    return type(optimizer) in _BY_MATRIX or getattr(type(optimizer), "is_by_matrix", False) is True
+
+
+def step_cost(parameter: Tensor, *, by_matrix: bool) -> int:
+    """Return what stepping on a whole parameter costs, to balance these between ranks.
+
+    Args:
+        parameter: The parameter.
+        by_matrix: What `is_by_matrix` returned: work goes by the products of matrices then, else by elements.
+    """
+    return update_cost(parameter.shape) if by_matrix and parameter.dim() > 1 else parameter.numel()
 
 
 def keeps_blocks(optimizer: Optimizer) -> bool:

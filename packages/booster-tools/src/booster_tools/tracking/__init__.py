@@ -8,6 +8,7 @@ from booster_tools.tracking.json_lines import JsonLines, read_json_lines
 from booster_tools.tracking.memory import MemoryTimeline, watch_memory
 from booster_tools.tracking.mlflow import MLflow
 from booster_tools.tracking.progress import ProgressBar
+from booster_tools.tracking.routers import RouterStatistics
 from booster_tools.tracking.run import TrackedRun, track
 from booster_tools.tracking.run_services import Trackio, WeightsAndBiases
 from booster_tools.tracking.snapshots import MemorySnapshots, memory_snapshots
@@ -23,6 +24,7 @@ __all__ = [
     "MemoryTimeline",
     "Meter",
     "ProgressBar",
+    "RouterStatistics",
     "Stragglers",
     "TensorBoard",
     "Throughput",

@@ -37,6 +37,7 @@ class Format:
         is_table: Whether the parameter is large, and forward looks up some of its rows: only these have gradients.
         optimizer: Which of the model's optimizers steps on the parameter.
         partition: How that takes it: ``"flat"`` or ``"parameter"``, see `booster_zero.engine.partition`.
+        by_matrix: Whether that updates matrices by themselves, so that work goes by their products.
     """
 
     working: torch.dtype
@@ -51,6 +52,7 @@ class Format:
     is_table: bool = False
     optimizer: int = 0
     partition: str = "flat"
+    by_matrix: bool = False
 
     @property
     def has_copy(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
-from booster_runtime.sharding import piece_shard
+from booster_runtime.sharding import piece_shard, step_cost
 from booster_zero.engine.partition import assign_owners, plan_flat, plan_whole
 from booster_zero.engine.states import Keep
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.formats import BucketPiece, Format
     from booster_zero.engine.partition import BucketPlan
+
+    _Sharing = tuple[ShardingRanks, bool, tuple[int, ...]]
 
 
 _COPIED_BYTES = 25 * 2**20
@@ -71,6 +73,9 @@ class Layout:
         self._holding: dict[tuple[int, ...], list[Bucket]] = {}
         self._formats: dict[int, Format] = {}
         self._owners: dict[int, int] = {}
+        # What each rank of a group has to do in a step, for optimizers whose work is counted alike. Copies on other
+        # stages count by themselves: their owners are the same there, where other parameters are.
+        self._loads: dict[_Sharing, list[int]] = {}
         self.ranks = ranks
         self.bucket_bytes = bucket_bytes
 
@@ -111,13 +116,18 @@ class Layout:
         self._holding = {}
 
     def _assign_owners(self) -> None:
-        """Give an owner to each parameter that stays whole and has none."""
-        sharing: dict[ShardingRanks, list[tuple[int, int]]] = defaultdict(list)
+        """Give an owner to each parameter that stays whole and has none, where ranks have least to do already."""
+        sharing: dict[_Sharing, list[tuple[int, int]]] = defaultdict(list)
         for index, format_ in self._formats.items():
             if format_.partition == "parameter" and index not in self._owners:
-                sharing[self.ranks_of(index)].append((index, self.parameters[index].numel()))
-        for ranks, sizes in sharing.items():
-            self._owners.update(assign_owners(sizes, ranks.shard_size))
+                cost = step_cost(self.parameters[index], by_matrix=format_.by_matrix)
+                sharing[self.ranks_of(index), format_.by_matrix, format_.copies].append((index, cost))
+        for key, costs in sharing.items():
+            loads = self._loads.setdefault(key, [0] * key[0].shard_size)
+            owners = assign_owners(costs, len(loads), loads)
+            self._owners.update(owners)
+            for index, cost in costs:
+                loads[owners[index]] += max(cost, 1)
 
     def ranks_of(self, index: int) -> ShardingRanks:
         """Return the ranks that share a parameter."""

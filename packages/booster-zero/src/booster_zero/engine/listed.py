@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_runtime.sharding import partition_for
+from booster_runtime.sharding import is_by_matrix, partition_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,6 +22,7 @@ class ListedParameters:
 
     Attributes:
         partitions: How each of the optimizers takes parameters: ``"flat"`` or ``"parameter"``.
+        by_matrix: Whether each of them updates matrices by themselves.
 
     Raises:
         ConfigError: If one of the optimizers can't be sharded.
@@ -30,6 +31,7 @@ class ListedParameters:
     def __init__(self, optimizers: Sequence[Optimizer], partition: str) -> None:
         # Parameters that no optimizer lists go with those of the first.
         self.partitions = [partition_for(each, partition) for each in optimizers] or ["flat"]
+        self.by_matrix = [is_by_matrix(each) for each in optimizers] or [False]
         self._number_of: dict[int, int] = {}
         for number, each in enumerate(optimizers):
             for group in each.param_groups:

@@ -167,6 +167,7 @@ class ShardingOptions:
                 and parameter.numel() * working.itemsize >= _LEAST_TABLE_BYTES,
                 optimizer=optimizer,
                 partition=listed.partitions[optimizer],
+                by_matrix=listed.by_matrix[optimizer],
             )
 
         return format_of

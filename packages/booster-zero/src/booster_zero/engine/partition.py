@@ -146,17 +146,21 @@ def plan_whole(
     return plans
 
 
-def assign_owners(sizes: Sequence[tuple[int, int]], world_size: int) -> dict[int, int]:
-    """Return an owner for each parameter such that ranks own about equally many elements.
+def assign_owners(
+    sizes: Sequence[tuple[int, int]], world_size: int, held: Sequence[int] | None = None
+) -> dict[int, int]:
+    """Return an owner for each parameter such that ranks own about equally much.
 
     The largest parameter that is left goes to the rank that has least, which is within 4/3 of the best
     possible (Graham 1969, "Bounds on multiprocessing timing anomalies").
 
     Args:
-        sizes: Number and element count of each parameter.
+        sizes: Number of each parameter, and its size: elements, or what its update costs.
         world_size: Number of ranks.
+        held: What the ranks own already; nothing by default.
     """
-    loads = [(0, rank) for rank in range(world_size)]
+    loads = [(load, rank) for rank, load in enumerate(held or [0] * world_size)]
+    heapq.heapify(loads)
     owners = {}
     for index, numel in sorted(sizes, key=lambda item: (-item[1], item[0])):
         load, rank = loads[0]

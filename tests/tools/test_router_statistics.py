@@ -1,0 +1,186 @@
+"""Statistics of routers under plugins: those of one process, which counts each choice by hand."""
+
+import pytest
+import torch
+from expert_models import batch_of, make
+from matrix import matrix, named
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_ddp import TorchDDPPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_runtime import enable_activation_checkpointing
+from booster_testing import run_on_ranks
+from booster_tools.tracking import RouterStatistics, Tracker, track
+from booster_zero import LowLevelZeroPlugin
+
+STEPS = 3
+SETTINGS = {
+    "ddp": (TorchDDPPlugin, {}, 2),
+    "zero-2": (LowLevelZeroPlugin, {"stage": 2}, 2),
+    "zero-3": (HybridParallelPlugin, {"zero_stage": 3}, 2),
+    "ep": (HybridParallelPlugin, {"ep_size": 2}, 2),
+    "tp dp": (HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1}, 4),
+    "ring": (HybridParallelPlugin, {"sp_size": 2, "context_parallel": "ring"}, 2),
+    "split_gather": (HybridParallelPlugin, {"tp_size": 2, "sequence_parallel": True}, 2),
+    "pp": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}, 2),
+}
+
+
+class Kept(Tracker):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.steps = []
+
+    def start(self, step):
+        pass
+
+    def log(self, step, values):
+        self.steps.append({name: value for name, value in values.items() if name.startswith("router/")})
+
+    def close(self):
+        pass
+
+
+def tracked(name, setting, every, recomputes=False):
+    """Train, and return what the tracker of this rank has, and the loads of the last measured step."""
+    kind, options, _ = SETTINGS[setting]
+    booster = Booster("cpu", plugin=kind(**options))
+    net = make(name)
+    if recomputes:
+        enable_activation_checkpointing(net)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    index, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    tracker, meter = Kept(), RouterStatistics(booster, model, every=every, per_expert=True)
+    with track(optimizer, tracker, meters=[meter]):
+        for step in range(STEPS):
+            batch = batch_of(step, index)
+            if "pp_size" in options:
+                booster.execute_pipeline(iter([batch]), model, lambda out, _: out.loss, optimizer)
+            else:
+                booster.backward(model(**batch).loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            if "pp_size" not in options:
+                with torch.no_grad():
+                    model(**batch)
+            model.train()
+    return tracker.steps, {key: load.tolist() for key, load in meter.loads.items()}
+
+
+def by_hand(name, num_replicas):
+    """Return the statistics of each step of one process on the samples of all replicas, token by token."""
+    model = make(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found, steps = {}, []
+    for path, module in model.named_modules():
+        if "Router" in type(module).__name__:
+            found[path] = []
+            module.register_forward_hook(lambda _m, _i, out, path=path: found[path].append(out))
+    for step in range(STEPS):
+        for each in found.values():
+            each.clear()
+        for replica in range(num_replicas):
+            (model(**batch_of(step, replica)).loss / num_replicas).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values = {}
+        for path, outputs in found.items():
+            counts, entropies = [0] * 8, []
+            for logits, _, chosen in outputs:
+                for token, choices in zip(logits, chosen.tolist(), strict=True):
+                    for expert in choices:
+                        counts[expert] += 1
+                    entropies.append(float(torch.distributions.Categorical(logits=token.detach()).entropy()))
+            mean = sum(counts) / 8
+            values |= {f"router/{path}/max_load": max(counts) / mean, f"router/{path}/min_load": min(counts) / mean}
+            values |= {f"router/{path}/load/{expert}": count / mean for expert, count in enumerate(counts)}
+            values |= {f"router/{path}/dropped": 0.0, f"router/{path}/entropy": sum(entropies) / len(entropies)}
+        steps.append(values)
+    return steps
+
+
+MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")  # GPT-OSS has no tensor plan
+PAIRS = [(name, key) for name in MODELS for key in SETTINGS if name != "gpt_oss" or "tp_size" not in SETTINGS[key][1]]
+
+
+@matrix(
+    ["mixtral-ddp", "deepseek_v3-ep", "qwen3_moe-pp", "mixtral-ring", "gpt_oss-ep"],
+    **{"name, setting": named(PAIRS, str, joint=True)},
+)
+def test_values_are_those_that_one_process_counts(name, setting):
+    num_ranks = SETTINGS[setting][2]
+    num_replicas = 1 if setting in ("ring", "split_gather", "pp") else 2
+    expected = by_hand(name, num_replicas)
+    (steps, loads), *others = run_on_ranks(tracked, num_ranks, name, setting, 1, timeout_seconds=120)
+    assert [set(each) for each in steps] == [set(each) for each in expected]
+    for found, plain in zip(steps, expected, strict=True):
+        assert found == pytest.approx(plain, rel=1e-5)
+    assert all(each == ([], loads) for each in others), "trackers are used on rank 0"
+    assert set(loads) == {key.split("/")[1] for key in expected[-1]}
+
+
+def test_steps_between_are_not_measured_and_recomputed_forwards_change_nothing():
+    whole, _ = run_on_ranks(tracked, 1, "mixtral", "ddp", 1)[0]
+    some, _ = run_on_ranks(tracked, 1, "mixtral", "ddp", 2)[0]
+    assert [bool(each) for each in some] == [False, True, False]
+    assert some[1] == whole[1]
+    again, _ = run_on_ranks(tracked, 1, "mixtral", "ddp", 1, True)[0]
+    for found, plain in zip(again, whole, strict=True):
+        assert found == pytest.approx(plain, rel=1e-6)
+
+
+class CapacityRouter(nn.Module):
+    """Sends every token to the first expert, which takes two."""
+
+    def forward(self, x):
+        logits = x.new_zeros(len(x), 4)
+        chosen = torch.full((len(x), 1), 4)
+        chosen[:2] = 0
+        return logits, torch.ones(len(x), 1), chosen
+
+
+class Mixture(nn.Module):
+    def __init__(self, router):
+        super().__init__()
+        self.router, self.linear = router, nn.Linear(2, 2)
+
+    def forward(self, x):
+        self.router(x)
+        return self.linear(x)
+
+
+def measured(router):
+    booster = Booster("cpu")
+    net = Mixture(router)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    tracker = Kept()
+    with track(optimizer, tracker, meters=[RouterStatistics(booster, model)]):
+        booster.backward(model(torch.ones(8, 2)).sum(), optimizer)
+        optimizer.step()
+    return tracker.steps[0]
+
+
+def test_choices_that_no_expert_takes_are_dropped():
+    values = measured(CapacityRouter())
+    assert values["router/router/dropped"] == 0.75
+    assert values["router/router/max_load"] == 4
+    assert values["router/router/min_load"] == 0
+    assert values["router/router/entropy"] == pytest.approx(1.3862944)
+
+
+class OddRouter(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def test_what_can_not_be_counted_is_refused():
+    with pytest.raises(ConfigError, match=r"The router 'router' \(`OddRouter`\) does not return logits, weights"):
+        measured(OddRouter())
+    with pytest.raises(ConfigError, match="Mixture has no routers"):
+        measured(nn.Identity())
+    with pytest.raises(TypeError, match=r"returned by `Booster\.boost`; got `Identity`"):
+        RouterStatistics(Booster("cpu"), nn.Identity())
