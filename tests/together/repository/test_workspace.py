@@ -74,7 +74,7 @@ def test_workflows_run_sessions_that_exist():
             names = [text.strip('"')] if text.startswith('"') else text.split()
             assert set(names) <= sessions
             found += names
-    assert {"minimums(newest)", "docs", "slow", "coverage"} <= set(found)
+    assert {"package(all, core=newest)", "pages", "device", "coverage"} <= set(found)
     assert {f"package({name}, core=lowest)" for name in ALL} <= set(found)
 
 
