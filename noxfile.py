@@ -51,13 +51,14 @@ def tests(session: nox.Session) -> None:
     in build/tests.xml.
     """
     python = _checkout(session)
-    arguments = session.posargs
+    mark, arguments = "not slow", session.posargs
     if not any((ROOT / argument.partition("::")[0]).exists() for argument in arguments):
         _lint(session, python)
-        # The others run beside this session, in `pages` and `device`.
+        # The others run beside this session: `pages`, `device`, and those of tests/evidence/long.txt.
+        mark = "not slow and not long"
         arguments = ["tests", *(f"--ignore={path}" for path in [*_OUTSIDE, *_on_a_device()]), *arguments]
     durations = ("--junitxml", str(ROOT / "build" / "tests.xml"))
-    _pytest(session, python, "-m", "not slow", *durations, *_workers(), *arguments)
+    _pytest(session, python, "-m", mark, *durations, *_workers(), *arguments)
 
 
 @nox.session(venv_backend="none")
