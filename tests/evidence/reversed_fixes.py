@@ -72,6 +72,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="time limit of the tests of a fault")
     parser.add_argument("--with", dest="files", nargs="+", metavar="FILE", help="run these on the table's faults")
     parser.add_argument("--of", default="", help="with `--with`: only faults whose finders match this pattern")
+    parser.add_argument("--touching", default="", help="only fixes that changed tests whose path matches this pattern")
     parser.add_argument("--mark", default="not slow", help="pytest's -m")
     arguments = parser.parse_args()
     known = {fault.commit: fault for fault in _read()}
@@ -80,7 +81,7 @@ def main() -> int:
         if arguments.files:
             _try_files(tree, list(known.values()), arguments.files, arguments.of)
             return 0
-        for commit in _fixes():
+        for commit in _fixes(arguments.touching):
             if commit in known or arguments.limit <= 0:
                 continue
             fault = _tried(tree, commit)
@@ -110,7 +111,7 @@ def _try_files(tree, faults, files, pattern):
     print(f"{found} of {tried}")
 
 
-def _fixes():
+def _fixes(touching=""):
     """Return the commits that may have mended something, the latest first: those that say so, then the others."""
     others = []
     log = _git("log", "--no-merges", "--name-only", "--format=%x00%h%x1f%s%x1f")
@@ -119,6 +120,7 @@ def _fixes():
         files = names.split()
         sources = [each for each in files if re.fullmatch(r"packages/[^/]+/src/.*\.py", each)]
         tests = [each for each in files if re.fullmatch(r"tests/.*test_\w+\.py", each)]
+        tests = [each for each in tests if re.search(touching, each)]
         if sources and tests and (_SAYS_SO.search(subject) or any(_FRAGMENT.search(each) for each in files)):
             yield commit
         elif sources and tests:
