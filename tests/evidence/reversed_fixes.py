@@ -23,8 +23,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -61,26 +61,21 @@ class Fault:
     how: str = ""
     finders: str = ""
 
-    @property
-    def finding(self) -> list[str]:
-        return [each for each in self.finders.split(_SEVERAL) if each]
 
-
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=1_000_000, help="how many faults more, the latest fixes first")
     parser.add_argument("--seconds", type=float, default=60.0, help="time limit of the tests of a fault")
     parser.add_argument("--with", dest="files", nargs="+", metavar="FILE", help="run these on the table's faults")
     parser.add_argument("--of", default="", help="with `--with`: only faults whose finders match this pattern")
     parser.add_argument("--touching", default="", help="only fixes that changed tests whose path matches this pattern")
-    parser.add_argument("--mark", default="not slow", help="pytest's -m")
     arguments = parser.parse_args()
     known = {fault.commit: fault for fault in _read()}
     with tempfile.TemporaryDirectory(prefix="reversed-fixes-") as folder:
-        tree = _Tree(Path(folder), arguments.seconds, arguments.mark)
+        tree = _Tree(Path(folder), arguments.seconds)
         if arguments.files:
             _try_files(tree, list(known.values()), arguments.files, arguments.of)
-            return 0
+            return
         for commit in _fixes(arguments.touching):
             if commit in known or arguments.limit <= 0:
                 continue
@@ -90,25 +85,20 @@ def main() -> int:
                 arguments.limit -= fault.outcome in ("found", "missed", "late")
                 _write(list(known.values()))
                 print(f"{commit} {fault.outcome:9}{fault.subject[:70]}\n    {fault.finders or fault.how}", flush=True)
-    return 0
 
 
 def _try_files(tree, faults, files, pattern):
     """Print which faults tests of these files find, and add them to the table."""
-    found = tried = 0
     for fault in faults:
-        if fault.outcome not in ("found", "missed", "late") or not re.search(pattern, fault.finders):
+        is_wanted = fault.outcome in ("found", "missed", "late") and re.search(pattern, fault.finders)
+        if not is_wanted or not tree.without(fault.commit):
             continue
-        if not tree.without(fault.commit):
-            continue
-        _, finders, _ = tree.run(files)
-        tried, found = tried + 1, found + bool(finders)
-        fault.finders = _SEVERAL.join(dict.fromkeys([*fault.finding, *finders]))
+        outcome, finders, _ = tree.run(files)
+        print(f"{fault.commit} {outcome:9}{fault.subject[:70]} {finders}", flush=True)
         if finders:
-            fault.outcome = "found"
-        _write(faults)
-        print(f"{fault.commit} {'found' if finders else 'missed'} {fault.subject[:70]} {finders}", flush=True)
-    print(f"{found} of {tried}")
+            fault.outcome = outcome
+            fault.finders = _SEVERAL.join(dict.fromkeys([*filter(None, fault.finders.split(_SEVERAL)), *finders]))
+            _write(faults)
 
 
 def _fixes(touching=""):
@@ -154,15 +144,10 @@ def _its_tests(tree, commit):
         if line.startswith("+++ "):
             name = there.get(line.rpartition("/")[2], "")
             whole += [name] if name else []
-        change = re.match(r"(?:\+|@@.*@@ )\s*def (test_\w+)", line)
-        if name and change and re.search(rf"def {change[1]}\b", (tree.root / name).read_text(encoding="utf-8")):
-            named.append((name, change[1]))
-    unique = dict.fromkeys(named)
-    return [f"{file}::{test}" for file, test in unique if _at_top(tree.root / file, test)], whole
-
-
-def _at_top(file, test):
-    return re.search(rf"^def {test}\b", file.read_text(encoding="utf-8"), re.MULTILINE) is not None
+        change = re.match(r"(?:\+|@@.*@@ )def (test_\w+)", line)
+        if name and change and f"\ndef {change[1]}(" in (tree.root / name).read_text(encoding="utf-8"):
+            named.append(f"{name}::{change[1]}")
+    return list(dict.fromkeys(named)), whole
 
 
 class _Tree:
@@ -171,32 +156,28 @@ class _Tree:
     Args:
         root: Where it is made.
         seconds: Time limit of a run.
-        mark: Which tests.
     """
 
-    def __init__(self, root, seconds, mark):
-        self.root, self._seconds, self._mark = root / "tree", seconds, mark
-        _git("clone", "--quiet", "--shared", str(ROOT), str(self.root))
-        self._sound = root / "sound"
-        _git("clone", "--quiet", "--shared", str(ROOT), str(self._sound))
-
-    def _git(self, *arguments):
-        return _git("-C", str(self.root), *arguments)
+    def __init__(self, root, seconds):
+        self.root, self._sound, self._seconds = root / "tree", root / "sound", seconds
+        for each in (self.root, self._sound):
+            _git("clone", "--quiet", "--shared", str(ROOT), str(each))
 
     def without(self, commit):
         """Take a commit's change of the sources back; return whether it applies."""
-        self._git("reset", "--quiet", "--hard")
-        self._git("clean", "--quiet", "-fdx", "packages", "tests")
+        git = partial(_git, "-C", str(self.root))
+        git("reset", "--quiet", "--hard")
+        git("clean", "--quiet", "-fdx", "packages", "tests")
         for file in _git("diff", "--name-only", f"{commit}^", commit, "--", _SOURCES).split():
             if not (self.root / file).exists():
                 continue
             change = _git("diff", f"{commit}^", commit, "--", file)
             if not self._apply(change, "--3way"):
-                self._git("checkout", "--quiet", "HEAD", "--", file)
+                git("checkout", "--quiet", "HEAD", "--", file)
                 self._apply(change, "-C2", "--reject")  # those hunks of which the lines are still there
-        self._git("clean", "--quiet", "-fdx", "packages")  # the others
-        changed = self._git("diff", "HEAD", "--name-only").split()
-        most = sum(map(int, re.findall(r"(\d+) (?:ins|del)", self._git("diff", "HEAD", "--shortstat"))))
+        git("clean", "--quiet", "-fdx", "packages")  # the others
+        changed = git("diff", "HEAD", "--name-only").split()
+        most = sum(map(int, re.findall(r"(\d+) (?:ins|del)", git("diff", "HEAD", "--shortstat"))))
         return most <= _MOST_LINES and any(_code(self.root / each) != _code(self._sound / each) for each in changed)
 
     def _apply(self, change, *options):
@@ -224,7 +205,7 @@ class _Tree:
         report.unlink(missing_ok=True)
         sources = os.pathsep.join(map(str, sorted(root.glob("packages/*/src"))))
         environment = {**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", self._mark, "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
         command += [f"--junitxml={report}", "-o", "junit_family=xunit1", *tests]
         with subprocess.Popen(
             command, cwd=root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
@@ -292,7 +273,4 @@ def _write(faults):
 
 
 if __name__ == "__main__":
-    began = time.monotonic()
-    code = main()
-    print(f"{time.monotonic() - began:.0f} s")
-    sys.exit(code)
+    main()
