@@ -32,6 +32,8 @@ ENDS = {"lowest": "3.10", "newest": "3.13"}
 """The Python with which both ends of the declared versions are tested."""
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 WHEELS = ROOT / "build" / "wheels"
+_OUTSIDE = [f"tests/together/{folder}" for folder in ("packaging", "scripts", "examples", "repository")]
+"""Tests of what is around the packages: mostly new interpreters, and none that finds a fault in training."""
 _LEAST_COVERAGE = 90
 """Percentage of a package's lines that its own tests run at least."""
 
@@ -43,104 +45,81 @@ nox.options.reuse_venv = "yes"
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Run what must pass before a change is merged: lint, types, and all tests except the slow ones.
+    """Run what must pass before a change is merged, with `pages` and `device`: lint, types, and the default tests.
 
-    ``-- tests/zero`` runs those of a folder. How long each took is in build/tests.xml.
+    ``-- tests/zero`` runs the tests of a folder alone, ``-- tests/zero -m slow`` its slow ones. How long each took is
+    in build/tests.xml.
     """
     python = _checkout(session)
-    _lint(session, python)
-    _types(session, python)
+    mark, arguments = "not slow", session.posargs
+    if not any((ROOT / argument.partition("::")[0]).exists() for argument in arguments):
+        _lint(session, python)
+        # The others run beside this session: `pages`, `device`, and those of tests/evidence/long.txt.
+        mark = "not slow and not long"
+        arguments = ["tests", *(f"--ignore={path}" for path in [*_OUTSIDE, *_on_a_device()]), *arguments]
     durations = ("--junitxml", str(ROOT / "build" / "tests.xml"))
-    _pytest(session, python, *_selected(session), "-m", "not slow", *durations, *_workers(), *session.posargs)
+    _pytest(session, python, "-m", mark, *durations, *_workers(), *arguments)
 
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Check style, formatting and spelling."""
+    """Check style, formatting, spelling, imports between packages, and types."""
     _lint(session, _checkout(session))
 
 
 @nox.session(venv_backend="none")
-def types(session: nox.Session) -> None:
-    """Check types strictly."""
-    _types(session, _checkout(session))
-
-
-@nox.session(venv_backend="none")
-def packaging(session: nox.Session) -> None:
-    """Build the wheels, install them with only core, and test what a user sees."""
-    _pytest(session, _checkout(session), "tests/together/packaging", *session.posargs)
-
-
-@nox.session(venv_backend="none")
-def slow(session: nox.Session) -> None:
-    """Run the tests that are too slow for the default run; ``-- tests/zero`` runs those of a folder."""
-    _pytest(session, _checkout(session), *_selected(session), "-m", "slow", *_workers(), *session.posargs)
-
-
-@nox.session(venv_backend="none")
-def zoo(session: nox.Session) -> None:
-    """Measure every model of the zoo under every plugin, and write docs/compatibility.md.
-
-    ``-- --resume`` keeps the results of an interrupted run. Other arguments go to pytest, and leave the page as it is.
-    """
-    _measure(session, "zoo", "BOOSTER_ZOO_RESULTS", "zoo_results.py")
-
-
-@nox.session(venv_backend="none")
-def families(session: nox.Session) -> None:
-    """Measure every family of transformers with a causal language model under hybrid, and write docs/families.md.
-
-    ``-- --resume`` keeps the results of an interrupted run. Other arguments go to pytest, and leave the page as it is.
-    """
-    _measure(session, "families", "BOOSTER_FAMILIES_RESULTS", "family_results.py")
-
-
-@nox.session(venv_backend="none")
-def gpu(session: nox.Session) -> None:
-    """Run every plugin on this machine's CUDA devices, within eight minutes; see docs/testing-on-devices.md."""
+def pages(session: nox.Session) -> None:
+    """Try what users read, run and install: the site, built into build/site, docstrings, pages, scripts and wheels."""
     python = _checkout(session)
-    into = ROOT / "build" / "device-report"
-    environment = {"PYTHONPATH": str(ROOT / "tests" / "shared")}
-    _run(session, python, "-m", "device_runs", "--into", str(into), *session.posargs, env=environment)
+    # The theme prints a notice about another project in each build. With `--quiet`, warnings would not count.
+    _run(session, python, "-m", "mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    sources = [f"packages/{name}/src" for name in PACKAGES]
+    _pytest(session, python, "--doctest-modules", *sources, success_codes=[0, 5])
+    _pytest(session, python, *_OUTSIDE, "-m", "not slow", *_workers(), *session.posargs)
 
 
-@nox.session
-def pack_gpu(session: nox.Session) -> None:
-    """Pack what `gpu` needs into ``build/gpu-pack``: for a machine with CUDA, torch and transformers, but no network.
+@nox.session(venv_backend="none")
+def models(session: nox.Session) -> None:
+    """Measure all models under all plugins, and write their pages: ``-- zoo`` or ``-- families``.
 
-    Copy the folder there and call ``bash run.sh`` in it.
+    ``zoo`` writes docs/compatibility.md, ``families``, those of transformers under hybrid, docs/families.md.
+    ``--resume`` keeps the results of an interrupted run. Other arguments go to pytest, and leave the page as it is.
     """
-    pack = ROOT / "build" / "gpu-pack"
-    shutil.rmtree(pack, ignore_errors=True)
-    shared = ROOT / "tests" / "shared"
-    shutil.copytree(
-        shared / "device_runs", pack / "cases" / "device_runs", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    for module in ("device_smoke.py", "host_waits.py"):
-        shutil.copy(shared / module, pack / "cases")
-    shutil.copy(ROOT / "tools" / "run_gpu_pack.sh", pack / "run.sh")
-    wheels = pack / "wheels"
-    wheels.mkdir()
-    # No case uses booster-ft, which needs torchft: compiled, and not on a machine without a network.
-    for wheel in _wheels(session, (ROOT / "packages" / name for name in PACKAGES if name != "booster-ft")):
-        shutil.copy(wheel, wheels)
-    download = ("python", "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(wheels))
-    session.run(*download, "-c", CONSTRAINTS, *_group("gpu_pack"))
-    for python in ("3.10", "3.11", "3.12", "3.13", "3.14"):
-        for machine in ("x86_64", "aarch64"):
-            target = ("--platform", f"manylinux2014_{machine}", "--python-version", python)
-            session.run(*download, "--no-deps", *target, "-c", CONSTRAINTS, "xxhash")
-    size = sum(path.stat().st_size for path in pack.rglob("*") if path.is_file()) / 2**20
-    session.log(f"{pack}: {size:.1f} MiB")
+    table, *arguments = session.posargs or [""]
+    if table not in ("zoo", "families"):
+        session.error("Which models? `nox -s models -- zoo` or `nox -s models -- families`.")
+    python = _checkout(session)
+    results = ROOT / "build" / table
+    if "--resume" in arguments:
+        arguments.remove("--resume")
+    else:
+        shutil.rmtree(results, ignore_errors=True)
+    session.env[f"BOOSTER_{table.upper()}_RESULTS"] = str(results)
+    try:
+        _pytest(session, python, f"tests/together/{table}", *arguments)
+    finally:
+        if not arguments:
+            writer = {"zoo": "zoo_results.py", "families": "family_results.py"}[table]
+            _run(session, python, f"tests/shared/{writer}", str(results), "docs")
 
 
 @nox.session(venv_backend="none")
 def device(session: nox.Session) -> None:
-    """Run the conformance kit, and what `gpu` runs, on the simulated accelerator, with NCCL's rules."""
-    simulated = sorted(map(str, ROOT.glob("tests/*/test_*simulated*.py")))
-    offload = "tests/zero/test_zero_offload_device.py"
-    _pytest(session, _checkout(session), "tests/together/devices", *simulated, offload, *session.posargs)
+    """Run the conformance kit, and the cases of GPUs, on the simulated accelerator, with NCCL's rules.
+
+    ``-- --cuda`` runs every plugin on this machine's CUDA devices, within eight minutes: docs/testing-on-devices.md.
+    ``-- --pack`` packs what that needs into build/gpu-pack.
+    """
+    python = _checkout(session)
+    first, *rest = session.posargs or [""]
+    if first == "--pack":
+        _pack_device_runs(session, python)
+    elif first == "--cuda":
+        into = ROOT / "build" / "device-report"
+        environment = {"PYTHONPATH": str(ROOT / "tests" / "shared")}
+        _run(session, python, "-m", "device_runs", "--into", str(into), *rest, env=environment)
+    else:
+        _pytest(session, python, *_on_a_device(), "-m", "not slow", *_workers(), *session.posargs)
 
 
 @nox.session
@@ -149,7 +128,7 @@ def device(session: nox.Session) -> None:
     [(RUNNING, "tree"), *((python, core) for core, python in ENDS.items())],
     ids=["core=tree", *(f"core={core}" for core in ENDS)],
 )
-@nox.parametrize("name", PACKAGES, ids=PACKAGES)
+@nox.parametrize("name", [*PACKAGES, "all"], ids=[*PACKAGES, "all"])
 def package(session: nox.Session, name: str, core: str) -> None:
     """Run all of a package's tests, on ranks as well, against its wheel: ``"package(booster-zero, core=lowest)"``.
 
@@ -157,19 +136,19 @@ def package(session: nox.Session, name: str, core: str) -> None:
     other packages, and which versions of third parties: ``tree`` takes this checkout and constraints.txt; ``lowest``
     and ``newest`` take the first or the last releases that the package and each other's ranges admit, built from their
     tags, or this checkout where none is tagged yet, and the lowest declared versions or the newest of the index.
+    ``all`` runs the tests of all packages, of this checkout, with these versions of third parties.
     """
+    if name == "all":
+        editable = [argument for each in PACKAGES for argument in ("-e", f"packages/{each}")]
+        _install(session, _versions(session, core, PACKAGES), editable)
+        _pytest(session, "python", *map(_own_tests, PACKAGES), "-m", "not slow", *_workers(), *session.posargs)
+        return
     sources = _sources(session, name, core)
     wheels = _wheels(session, sources.values())
     _install_wheels(session, wheels, _versions(session, core, sources))
     session.run("python", "-m", "pip", "check")
     # Core must work without plugins, so none is installed when its tests run.
     _pytest(session, "python", _own_tests(name), "-m", "not slow", *_workers(), *session.posargs)
-
-
-@nox.session(venv_backend="none")
-def together(session: nox.Session) -> None:
-    """Run the tests that belong to no package, except the slow ones: several plugins, scripts, examples, wheels."""
-    _pytest(session, _checkout(session), *_shared_tests(), "-m", "not slow", *_workers(), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -222,33 +201,6 @@ def minimal_plugin(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("python,core", [(python, core) for core, python in ENDS.items()], ids=list(ENDS))
-def minimums(session: nox.Session, core: str) -> None:
-    """Run the tests of all packages with the lowest versions that they declare, or with the newest of the index."""
-    versions = _versions(session, core, PACKAGES)
-    editable = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
-    try:
-        session.install(*versions, *editable, *_group("test"))
-    except nox.command.CommandFailed:
-        session.error(f"These versions can't be installed here; pip says why above: {', '.join(versions)}.")
-    folders = [_own_tests(name) for name in PACKAGES]
-    _pytest(session, "python", *folders, "-m", "not slow", *_workers(), *session.posargs)
-
-
-@nox.session(venv_backend="none")
-def docs(session: nox.Session) -> None:
-    """Build the documentation site strictly, into build/site, and run the examples in docstrings, READMEs and docs."""
-    python = _checkout(session)
-    # The theme prints a notice about another project in each build. With `--quiet`, warnings would not count.
-    _run(session, python, "-m", "mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
-    sources = [f"packages/{name}/src" for name in PACKAGES]
-    _pytest(session, python, "--doctest-modules", *sources, *session.posargs, success_codes=[0, 5])
-    pages = ("page_examples", "site", "cluster_page", "start_page")
-    files = [f"tests/together/packaging/test_{name}.py" for name in pages]
-    _pytest(session, python, *files, *_workers(), *session.posargs)
-
-
-@nox.session
 def demo(session: nox.Session) -> None:
     """Train a small language model on bytes: ``nox -s demo -- --plugin ddp --nproc 2``.
 
@@ -292,22 +244,17 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 @nox.parametrize("name", PACKAGES, ids=PACKAGES)
-def build(session: nox.Session, name: str) -> None:
-    """Build a package's source distribution, and its wheel from that, into ``dist/``."""
-    session.install("-c", CONSTRAINTS, "build")
-    session.run("python", "-m", "build", "--outdir", str(ROOT / "dist"), f"packages/{name}", *session.posargs)
-
-
-@nox.session
-@nox.parametrize("name", PACKAGES, ids=PACKAGES)
 def release(session: nox.Session, name: str) -> None:
     """Release a package: version, changelog, commit, tag, ``dist/``: ``"release(booster-zero)" -- 0.2.0 --dry-run``.
 
     The tag is pushed by hand, and the workflow that it starts publishes that one package. ``--dry-run`` does all of it
-    in a temporary clone, and shows the result.
+    in a temporary clone, and shows the result. ``-- --build`` builds the source distribution, and the wheel from that.
     """
     session.install("-c", CONSTRAINTS, *_group("release"))
-    session.run("python", "tools/release.py", name, *session.posargs)
+    if session.posargs == ["--build"]:
+        session.run("python", "-m", "build", "--outdir", str(ROOT / "dist"), f"packages/{name}")
+    else:
+        session.run("python", "tools/release.py", name, *session.posargs)
 
 
 def _checkout(session: nox.Session) -> str:
@@ -343,9 +290,6 @@ def _lint(session: nox.Session, python: str) -> None:
     _run(session, python, "-m", "ruff", "format", "--check", ".")
     _run(session, python, "-m", "codespell_lib")
     _run(session, str(Path(python).with_name("lint-imports")))
-
-
-def _types(session: nox.Session, python: str) -> None:
     sources = [f"packages/{name}/src" for name in PACKAGES]
     _run(session, python, "-m", "mypy", *sources, "examples/minimal_plugin/src", "noxfile.py", "tools")
 
@@ -357,21 +301,33 @@ def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: I
     session.run(*command, external=python != "python", success_codes=list(success_codes), env=caching)
 
 
-def _measure(session: nox.Session, folder: str, variable: str, writer: str) -> None:
-    """Run the tests of a table's folder, which record its cells, and write its table and page."""
-    python = _checkout(session)
-    arguments = [*session.posargs]
-    results = ROOT / "build" / folder
-    if "--resume" in arguments:
-        arguments.remove("--resume")
-    else:
-        shutil.rmtree(results, ignore_errors=True)
-    session.env[variable] = str(results)
-    try:
-        _pytest(session, python, f"tests/together/{folder}", *arguments)
-    finally:
-        if not arguments:
-            _run(session, python, f"tests/shared/{writer}", str(results), "docs")
+def _pack_device_runs(session: nox.Session, python: str) -> None:
+    """Pack the cases of GPUs, for a machine with CUDA, torch and transformers, but no network.
+
+    Copy the folder there and call ``bash run.sh`` in it.
+    """
+    pack = ROOT / "build" / "gpu-pack"
+    shutil.rmtree(pack, ignore_errors=True)
+    shared = ROOT / "tests" / "shared"
+    shutil.copytree(
+        shared / "device_runs", pack / "cases" / "device_runs", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for module in ("device_smoke.py", "host_waits.py"):
+        shutil.copy(shared / module, pack / "cases")
+    shutil.copy(ROOT / "tools" / "run_gpu_pack.sh", pack / "run.sh")
+    wheels = pack / "wheels"
+    wheels.mkdir()
+    # No case uses booster-ft, which needs torchft: compiled, and not on a machine without a network.
+    for wheel in _wheels(session, (ROOT / "packages" / name for name in PACKAGES if name != "booster-ft"), python):
+        shutil.copy(wheel, wheels)
+    download = ("-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(wheels))
+    _run(session, python, *download, "-c", CONSTRAINTS, *_group("gpu_pack"))
+    for version in ("3.10", "3.11", "3.12", "3.13", "3.14"):
+        for machine in ("x86_64", "aarch64"):
+            target = ("--platform", f"manylinux2014_{machine}", "--python-version", version)
+            _run(session, python, *download, "--no-deps", *target, "-c", CONSTRAINTS, "xxhash")
+    size = sum(path.stat().st_size for path in pack.rglob("*") if path.is_file()) / 2**20
+    session.log(f"{pack}: {size:.1f} MiB")
 
 
 def _workers() -> tuple[str, ...]:
@@ -384,22 +340,15 @@ def _workers() -> tuple[str, ...]:
     return ("-n", str(max(3, (os.cpu_count() or 2) // 2)), "--dist", "loadfile", "--no-loadscope-reorder")
 
 
-def _selected(session: nox.Session) -> list[str]:
-    """Return the folder with all tests, or nothing where pytest's arguments name files or folders."""
-    named = any((ROOT / argument.partition("::")[0]).exists() for argument in session.posargs)
-    return [] if named else ["tests"]
-
-
 def _own_tests(name: str) -> str:
     """Return the folder with a package's own tests."""
     return str(ROOT / "tests" / name.removeprefix("booster-"))
 
 
-def _shared_tests() -> list[str]:
-    """Return the test files that belong to no package; tables of models have their own sessions."""
-    folder = ROOT / "tests" / "together"
-    tables = {folder / "zoo", folder / "families"}
-    return sorted(str(path) for path in folder.rglob("test_*.py") if path.parent not in tables)
+def _on_a_device() -> list[str]:
+    """Return folders and files of tests that need the simulated accelerator, which is compiled first."""
+    files = [*ROOT.glob("tests/*/test_*simulated*.py"), ROOT / "tests" / "zero" / "test_zero_offload_device.py"]
+    return [str(ROOT / "tests" / "together" / "devices"), *sorted(map(str, files))]
 
 
 def _run(session: nox.Session, python: str, *arguments: str, env: dict[str, str] | None = None) -> None:
@@ -497,19 +446,25 @@ def _released(session: nox.Session, needed: str, core: str, dependents: Iterable
     return folder / "packages" / needed
 
 
-def _install_wheels(session: nox.Session, wheels: list[str], versions: Iterable[str] = ("-c", CONSTRAINTS)) -> None:
-    """Install wheels with what they need and what tests need, also where older builds of the same version are."""
+def _install(session: nox.Session, versions: Iterable[str], packages: list[str]) -> None:
+    """Install packages with what they need and what tests need."""
     try:
-        session.install(*versions, *wheels, *_group("test"))
+        session.install(*versions, *packages, *_group("test"))
     except nox.command.CommandFailed:
         session.error(f"These versions can't be installed here; pip says why above: {' '.join(versions)}.")
+
+
+def _install_wheels(session: nox.Session, wheels: list[str], versions: Iterable[str] = ("-c", CONSTRAINTS)) -> None:
+    """Install wheels, also where older builds of the same version are."""
+    _install(session, versions, wheels)
     session.install("--no-deps", "--force-reinstall", *wheels)
 
 
-def _wheels(session: nox.Session, projects: Iterable[Path]) -> list[str]:
+def _wheels(session: nox.Session, projects: Iterable[Path], python: str = "python") -> list[str]:
     """Build the wheels of projects and return their paths."""
     home = WHEELS / session.name
     shutil.rmtree(home, ignore_errors=True)
     for project in projects:
-        session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(home), str(project))
+        wheel = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(home), str(project))
+        session.run(python, *wheel, external=python != "python")
     return sorted(map(str, home.glob("*.whl")))

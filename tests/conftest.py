@@ -40,6 +40,19 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)  # torch has read the variable before
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests that take long while the default run has others like them."""
+    if not _long_tests().isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
+        item.add_marker("long")
+
+
+@functools.cache
+def _long_tests() -> frozenset[str]:
+    file = Path(__file__).with_name("evidence") / "long.txt"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []  # no sdist has it
+    return frozenset(line.partition(" ")[2] for line in lines)
+
+
 @pytest.hookimpl(trylast=True)  # after markers and names have selected the tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give slow tests their time limit; move files with many cases to the front, and those without ranks to the end.

@@ -56,8 +56,8 @@ _RARE = 4
 _HEAD = """# Families: which transformers models can be split, and how
 
 Tiny models with random weights of every family of transformers with a causal language model, split by the hybrid plugin
-over two ranks (gloo, fp32, CPU). `nox -s families` measures them: **[all cells, with the reason of each that is
-refused](tables/families.csv)**.
+over two ranks (gloo, fp32, CPU). `nox -s models -- families` measures them: **[all cells, with the reason of each
+that is refused](tables/families.csv)**.
 
 - **exact**: outputs, losses, each gradient and the parameters after a step equal those of one process, as compared by
   `booster_tools.verify`: within 1e-4 of each tensor's norm in fp32, or else 1e-5 in fp64.

@@ -28,7 +28,7 @@ _HEAD = """# Compatibility: which models train under which plugin
 
 Tiny models with random weights under each plugin on two ranks (gloo, fp32, CPU): transformers, timm, torchvision,
 diffusers, torchrec, and models of our own with what large ones have (tied, frozen, unused, sparse, hooked parameters).
-`nox -s zoo` measures them: **[all cells](tables/compatibility.csv)**. A cell is **ok** if
+`nox -s models -- zoo` measures them: **[all cells](tables/compatibility.csv)**. A cell is **ok** if
 
 - the gradient of each parameter equals that of one process in each of three steps, and so do the parameters after them,
   within 1e-5 of the tensor's largest value, or four times the distance of one process in fp32 to fp64 (with batch norm

@@ -1,6 +1,6 @@
 """Every family of transformers with a causal language model under hybrid: it equals one process, or is refused.
 
-`nox -s families` measures all cells and writes docs/families.md; the default run takes a few families.
+`nox -s models -- families` measures all cells and writes docs/families.md; the default run takes a few families.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from family_results import PLAIN
 from zoo_results import Cell, read_cell, write_cell
 
 RESULTS = os.environ.get("BOOSTER_FAMILIES_RESULTS")
-"""The folder in which `nox -s families` collects cells; those that are in it are not measured again."""
+"""The folder in which `nox -s models -- families` collects cells; those that are in it are not measured again."""
 DEFAULT = {"olmo2": ("tp",), "qwen3_moe": COLUMNS}
 """Families and columns of the default run: norms over all heads, and experts."""
 

@@ -1,6 +1,6 @@
 """Vision-language models of transformers under every plugin: they equal one process, or are refused.
 
-`nox -s families` measures all cells and writes them to docs/families.md; the default run takes a few.
+`nox -s models -- families` measures all cells and writes them to docs/families.md; the default run takes a few.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vision_models import VISION_MODELS
 from zoo_results import read_cell, write_cell
 
 RESULTS = os.environ.get("BOOSTER_FAMILIES_RESULTS")
-"""The folder in which `nox -s families` collects cells; those that are in it are not measured again."""
+"""The folder in which `nox -s models -- families` collects cells; those that are in it are not measured again."""
 DEFAULT = {
     ("qwen3_vl", "split_gather"),
     ("qwen3_vl", "ulysses"),

@@ -1,6 +1,6 @@
 """The documentation site: its navigation, its links, and that pages document what the code has.
 
-`nox -s docs` also builds it strictly.
+`nox -s pages` also builds it strictly.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -74,7 +75,7 @@ def test_workflows_run_sessions_that_exist():
             names = [text.strip('"')] if text.startswith('"') else text.split()
             assert set(names) <= sessions
             found += names
-    assert {"minimums(newest)", "docs", "slow", "coverage"} <= set(found)
+    assert {"package(all, core=newest)", "pages", "device", "coverage"} <= set(found)
     assert {f"package({name}, core=lowest)" for name in ALL} <= set(found)
 
 
@@ -108,6 +109,18 @@ def test_slow_jobs_have_each_test_file_once():
     ]
     for path in (ROOT / "tests").rglob("test_*.py"):
         assert [each in (path, *path.parents) for each in named].count(True) == 1, path
+
+
+def test_no_test_that_alone_finds_a_fault_is_left_to_the_long_ones():
+    spec = importlib.util.spec_from_file_location("long_tests", ROOT / "tests" / "evidence" / "long_tests.py")
+    long_tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(long_tests)
+    assert not [each for each in long_tests.finders() if long_tests.is_long(each)]
+    for test in long_tests.listed():
+        path, *_, name = test.partition("[")[0].split("::")
+        assert (ROOT / path).exists(), test
+        if name.startswith("test_") and "::Test" not in test:  # else a kit's, which the class inherits
+            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
 
 
 def test_each_package_is_published_alone():

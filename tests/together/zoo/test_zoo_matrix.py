@@ -1,6 +1,7 @@
 """Every model of the zoo under every plugin equals one process: gradients, steps, checkpoints, lazy construction.
 
-`nox -s zoo` runs all cells and writes docs/compatibility.md; the default run takes some models, each under one plugin.
+`nox -s models -- zoo` runs all cells and writes docs/compatibility.md; the default run takes some models, each under
+one plugin.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HARD = (
 )
 """Models that Colossal-AI excludes from its low-level ZeRO tests: repeated layers, odd inputs, unused parameters."""
 RESULTS = os.environ.get("BOOSTER_ZOO_RESULTS")
-"""The folder in which `nox -s zoo` collects cells; those that are in it are not measured again."""
+"""The folder in which `nox -s models -- zoo` collects cells; those that are in it are not measured again."""
 
 
 @pytest.fixture(scope="module")
