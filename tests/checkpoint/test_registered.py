@@ -194,6 +194,8 @@ def train_with_torchdata(root, stop, resume, workers):
         list(range(48)), batch_size=2, sampler=sampler, num_workers=workers,
         multiprocessing_context="forkserver" if workers else None,
     )  # fmt: skip
+    _, _, _, kept, _ = booster.boost(torch.nn.Linear(1, 1), dataloader=loader)
+    assert kept is loader
     seen = []
     if resume:
         booster.load_checkpoint(root, model=model, dataloader=loader)
@@ -213,6 +215,8 @@ def test_torchdatas_loader_goes_on_where_it_was(workers, tmp_path):
     first = run_on_ranks(train_with_torchdata, 2, str(tmp_path), 5, False, workers)
     rest = run_on_ranks(train_with_torchdata, 2, str(tmp_path), None, True, workers)
     assert [a + b for a, b in zip(first, rest, strict=True)] == whole
+    match = "The data loader has a state of each of 2 ranks, and 3 load it"
+    expect_on_ranks(CheckpointError, match, train_with_torchdata, 3, str(tmp_path), None, True, workers)
 
 
 class CountingLoader(torch.utils.data.DataLoader):
@@ -227,10 +231,10 @@ class CountingLoader(torch.utils.data.DataLoader):
         self.position = state["position"]
 
 
-def save_own_loader(root):
+def save_own_loader(root, alike=False):
     booster, model = make()
     loader = CountingLoader([1, 2, 3])
-    loader.position = 10 + DistCoordinator().rank
+    loader.position = 10 if alike else 10 + DistCoordinator().rank
     booster.save_checkpoint(root, step=1, model=model, dataloader=loader)
 
 
@@ -251,3 +255,11 @@ def test_a_loader_of_another_class_gets_its_ranks_position_back(tmp_path):
     assert run_on_ranks(load_own_loader, 2, str(tmp_path)) == [10, 11]
     expect_on_ranks(CheckpointError, "The data loader has a state of each of 2", load_own_loader, 1, str(tmp_path))
     expect_on_ranks(CheckpointError, "of another class than Booster's", load_our_loader, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_equal_positions_of_ranks_are_refused_on_other_ranks(ranks, tmp_path):
+    """Two ranks that have read ten samples each have read twenty."""
+    run_on_ranks(save_own_loader, 2, str(tmp_path), True)
+    match = f"The data loader has a state of each of 2 ranks, and {ranks} load it"
+    expect_on_ranks(CheckpointError, match, load_own_loader, ranks, str(tmp_path))

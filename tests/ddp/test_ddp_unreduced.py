@@ -171,6 +171,29 @@ def test_a_step_under_no_sync_where_no_parameter_is_searched_for(how):
     check_steps({"find_unused_parameters": False}, how, "both")
 
 
+SIDES = [(("l", "lr"), ("r", "r")), (("lr", "r"), ("l", "lr")), (("lr", "lr"), ("lr", "lr"))]
+"""What each rank uses in the two forwards of a step."""
+
+
+def two_forwards(run, *, together):
+    """Run two forwards before the first backward, in which ranks use other parameters."""
+    for step, sides in enumerate(SIDES):
+        losses = [
+            run.mean(2 * step + number, lambda x, rank, used=used: squares(run.model(x, used[rank]), x))
+            for number, used in enumerate(sides)
+        ]
+        for loss in [sum(losses)] if together else losses:
+            run.backward(loss)
+        run.step()
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("search", [True, None])
+def test_forwards_before_the_first_backward_may_use_other_parameters_on_each_rank(search, together):
+    setting = Setting(TorchDDPPlugin, {"find_unused_parameters": search})
+    assert_same_loop(partial(two_forwards, together=together), CASE, setting, own=True)
+
+
 def drop_one_by_hand():
     booster, model, optimizer = boost(Heads(), find_unused_parameters=True)
     with booster.no_sync(model):

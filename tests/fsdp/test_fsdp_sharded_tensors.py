@@ -1,12 +1,16 @@
 """Sharded parameters and their gradients: numbers are those of one process, and what can't be done on shards raises."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting
+from driven_runs import assert_same_loop
 from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, GradientError
 from booster_fsdp import TorchFSDPPlugin
 from booster_testing import run_on_ranks
 
@@ -119,3 +123,87 @@ def misuse_whole_parameters():
 
 def test_parts_run_on_whole_parameters():
     assert run_on_ranks(misuse_whole_parameters, 2) == [32.0, 32.0]
+
+
+# ---- gradients that do not come from a unit's forward
+
+
+class Sided(nn.Module):
+    """A trunk and two branches, one of which is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(6, 8)
+        self.left, self.right = nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.left(self.trunk(x).tanh())
+
+
+def rows(number, rank):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def whole(run):
+    return contextlib.nullcontext() if run.booster is None else run.model.whole_parameters()
+
+
+def penalty(run):
+    return sum(parameter.square().sum() for parameter in run.model.parameters())
+
+
+def penalizes_whole_parameters(run):
+    for step in range(2):
+        loss = run.loss(step)
+        with whole(run):
+            loss = loss + run.mean(step, lambda batch, rank: (1 + rank) * penalty(run))
+        run.backward(loss)
+        run.step(max_norm=0.5)
+
+
+def side(net, x):
+    """Return what a part computes without its modules, which are units."""
+    hidden = nn.functional.linear(x, net.trunk.weight, net.trunk.bias)
+    return nn.functional.linear(hidden, net.right.weight, net.right.bias).square().mean()
+
+
+def computes_a_part(run):
+    for step in range(2):
+        with run.no_sync():
+            run.backward(run.loss(step))
+        with whole(run):
+            run.backward(run.mean(step, lambda batch, _: side(run.net, batch)))
+        run.step()
+
+
+def penalizes_shards(run):
+    for step in range(2):
+        added = penalty(run)
+        run.backward(run.loss(step) + (added if run.booster is None else added.full_tensor()))
+        run.step()
+
+
+@pytest.mark.parametrize("loop", [penalizes_whole_parameters, computes_a_part, penalizes_shards])
+@pytest.mark.parametrize("options", [{}, {"unit_min_numel": 1}, {"unit_min_numel": 1, "replica_size": 2}])
+def test_gradients_from_outside_of_units_equal_one_process(loop, options):
+    assert_same_loop(loop, Case(build=Sided, batch=rows), Setting(TorchFSDPPlugin, options))
+
+
+def step_between():
+    model, optimizer, *_ = Booster("cpu", plugin=TorchFSDPPlugin()).boost(*seeded_pair())
+    with model.whole_parameters():
+        added = sum(parameter.square().sum() for parameter in model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    with pytest.raises(GradientError, match="forward again"):
+        added.backward()
+
+
+def seeded_pair():
+    torch.manual_seed(0)
+    model = Sided()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_gradients_of_whole_values_from_before_a_step_raise():
+    run_on_ranks(step_between, 2)

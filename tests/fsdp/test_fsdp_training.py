@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process
+from driven_runs import assert_same_loop
 from matrix import matrix
 from torch import nn
 
@@ -17,6 +18,7 @@ from booster_fsdp import TorchFSDPPlugin
 from booster_runtime import full_gradient
 from booster_runtime.sharding.dtensor import local_of
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import Tolerance
 from booster_testing.models import TinyMixedBag, TinyMLP, tiny_llama
 from booster_testing.training import whole_model
 
@@ -167,6 +169,33 @@ def decaying(model):
 def test_parameter_unused_on_some_ranks_has_zero_gradient_there():
     """And none where no rank uses it, so that no weight decays."""
     assert_equals_one_process(Case(build=Branches, batch=on_one_side, optimizer=decaying), Setting(TorchFSDPPlugin))
+
+
+def frozen_in_double():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    model[0].requires_grad_(False)
+    return model
+
+
+def all_listed(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def thaws(run):
+    for step in range(3):
+        run.net[0].requires_grad_(step > 0)
+        run.backward(run.loss(step))
+        run.step()
+
+
+def doubles(number, replica):
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * number + replica), dtype=torch.float64)
+
+
+def test_gradients_of_a_unit_that_was_frozen_at_boost_keep_their_precision():
+    tolerance = Tolerance(relative=1e-12, reason="sums of fp64 in another order")
+    case = Case(build=frozen_in_double, batch=doubles, optimizer=all_listed, tolerance=tolerance)
+    assert_same_loop(thaws, case, Setting(TorchFSDPPlugin, {"unit_min_numel": 1}))
 
 
 class MixedFormats(nn.Module):

@@ -131,7 +131,8 @@ def boost(settings: dict[str, int], folder: Path | None, options: dict[str, Any]
     """Return the peak of boosting a model, what was read for it, and what of it is here, in bytes."""
     booster = Booster(plugin=HybridParallelPlugin(**options))
     DistCoordinator().block_all(name="everybody is ready", timeout_seconds=60)
-    with freed_at_once(), peak_memory() as memory, counted_reads() as counts:
+    # Pages of the model's file, which is mapped, are no memory of the model's; how many are there, the kernel decides.
+    with freed_at_once(), peak_memory(maps_files=folder is not None) as memory, counted_reads() as counts:
         with LazyInitContext() as context:
             model = make_llama(settings) if folder is None else type_of_llama().from_pretrained(folder)
         boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))

@@ -13,6 +13,7 @@ from model_zoo import get_model
 
 from booster_core import Booster
 from booster_core.errors import AbsentValueError, ConfigError, GradientError
+from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
 ZOO = "transformers/llama"
@@ -78,6 +79,18 @@ def broken(outputs, _):
 )
 def test_an_error_in_the_criterion_raises_on_every_rank(criterion, kind, message, options):
     expect_on_ranks(kind, message, execute, 4, criterion, 4, options)
+
+
+def gradients_of_own_names():
+    booster, model, _ = boosted()
+    for name, _ in model.unwrap().named_parameters():
+        full_gradient(booster, model, name)
+
+
+def test_ranks_that_ask_for_gradients_of_their_own_stages_raise():
+    expect_on_ranks(
+        ConfigError, r"`full_gradient`.*take the names from the model before `boost`", gradients_of_own_names, 2
+    )
 
 
 ONE_FAILS = """

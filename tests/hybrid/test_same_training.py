@@ -13,6 +13,8 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
+from booster_testing.training import whole_model
 
 SIZE = 8
 TENSOR = {"tp_size": 2}
@@ -104,6 +106,24 @@ def freeze_and_thaw():
 
 def test_what_is_frozen_and_thawed_on_all_ranks_trains():
     run_on_ranks(freeze_and_thaw, 2)
+
+
+def infers_first(options):
+    """Return the parameters after a step, with and without a first forward in inference mode."""
+    found = []
+    for infers in (False, True):
+        booster, boosted, _, tokens = boost(options)
+        if infers:
+            with torch.inference_mode():
+                boosted.model(tokens)
+        step(booster, boosted, tokens)
+        found.append(whole_model(booster, boosted.model))
+    assert_same_tensors(*found, EXACT)
+
+
+@pytest.mark.parametrize("options", [TENSOR, GATHERED, RING], ids=["tp", "split_gather", "ring"])
+def test_a_first_forward_in_inference_mode_changes_nothing(options):
+    run_on_ranks(infers_first, 2, options)
 
 
 def penalize(names, options, begins_at=0):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
+from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.shard import split_dataloader
@@ -124,14 +125,6 @@ class OwnIterators(DataLoader):
         return iter([])
 
 
-class OwnPosition(DataLoader):
-    def state_dict(self):
-        return {"position": 3}
-
-    def load_state_dict(self, state):
-        pass
-
-
 class Inherits(Doubled):
     """Has the methods of the class above."""
 
@@ -140,7 +133,6 @@ OWN = {
     Doubled: "`__iter__`",
     Inherits: "`__iter__`",
     OwnIterators: "`_get_iterator`",
-    OwnPosition: "`state_dict`, `load_state_dict`",
 }
 
 
@@ -151,9 +143,8 @@ def test_a_class_with_methods_that_a_split_loader_needs_is_refused(kind):
         r"`torch\.utils\.data\.DistributedSampler`, or leave it out of `boost`"
     )
     for rank in range(2):
-        with pytest.raises(ConfigError, match=match) as caught:
+        with pytest.raises(ConfigError, match=match):
             split_dataloader(kind(range(8)), rank=rank, world_size=2, seed=3)
-        assert ("resumes at any sample" in str(caught.value)) == (kind is OwnPosition)
 
 
 @pytest.mark.parametrize("kind", OWN)
@@ -177,8 +168,55 @@ def test_samples_split_for_other_ranks_are_refused(num_replicas, rank):
         split_dataloader(loader, rank=1, world_size=2, seed=3)
 
 
-@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # which torchdata calls
-def test_torchdatas_loader_is_refused_for_a_plain_one_that_has_a_position():
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata: pip install torchdata")
-    with pytest.raises(ConfigError, match=r"`StatefulDataLoader`.*That one has a `state_dict`"):
-        split(torchdata.StatefulDataLoader(range(8)))
+class OwnPosition(DataLoader):
+    def state_dict(self):
+        return {"position": 3}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class NoLoader:
+    def __iter__(self):
+        yield torch.ones(1)
+
+
+class Reader(NoLoader):
+    """A loader of another library."""
+
+    state_dict, load_state_dict = OwnPosition.state_dict, OwnPosition.load_state_dict
+
+
+class EveryFifth(EveryTenth):
+    sampler = WeightedRandomSampler([1.0] * 8, 8)
+
+
+KEPT = {
+    "of another library": Reader,
+    "a stream": lambda: OwnPosition(Stream()),
+    "a batch sampler": lambda: OwnPosition(range(SAMPLES), batch_sampler=EveryTenth()),
+    "split by rank": lambda: OwnPosition(range(8), sampler=DistributedSampler(range(8), 2, 1)),
+}
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_a_loader_that_keeps_a_position_is_taken_as_it_is(make):
+    loader = make()
+    assert split_dataloader(loader, rank=1, world_size=2, seed=3) is loader
+
+
+def test_boost_returns_the_loader_of_another_library():
+    loader = Reader()
+    assert Booster("cpu").boost(torch.nn.Linear(1, 1), dataloader=[loader, DataLoader(range(4))])[3][0] is loader
+
+
+@pytest.mark.parametrize("settings", [{}, {"shuffle": True}, {"batch_sampler": EveryFifth()}])
+def test_one_that_is_not_split_is_refused(settings):
+    with pytest.raises(ConfigError, match=r"`OwnPosition`.*whole data set on every rank.*DistributedSampler\(dataset"):
+        split_dataloader(OwnPosition(range(8), **settings), rank=1, world_size=2, seed=3)
+    assert split(OwnPosition(range(8), **settings), world_size=1)
+
+
+def test_what_is_no_loader_is_refused():
+    with pytest.raises(TypeError, match=r"must be a torch.utils.data.DataLoader, or a loader.*got `NoLoader`"):
+        Booster("cpu").boost(torch.nn.Linear(1, 1), dataloader=NoLoader())

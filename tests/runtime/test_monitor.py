@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import selectors
 import socket
 import threading
@@ -245,6 +246,37 @@ def test_a_member_says_that_its_watch_has_stopped(capfd):
     assert monitor.describe_missing("step", 1, None) is None
     theirs.close()
     monitor.close()
+
+
+def test_the_last_place_that_a_member_tells_is_where_it_ended(monkeypatch):
+    """Its own thread tells of an earlier one, and is slow: as if the rank had ended without its last call."""
+    has_ended, progress = threading.Event(), member_module._progress
+
+    def slow(*args):
+        record = progress(*args)
+        if threading.current_thread() is not threading.main_thread():
+            is_told.set()
+            has_ended.wait(0.5)
+        return record
+
+    is_told = threading.Event()
+    monkeypatch.setattr(member_module, "_progress", slow)
+    monitor, theirs = serve_one()
+    is_told.clear()
+    assert is_told.wait(10)
+    PROGRESS.enter("boost")
+    PROGRESS.finish("boost")
+    monitor._end()
+    is_told.clear()
+    has_ended.set()
+    assert is_told.wait(10)  # so it has told of the one before
+    monitor.close()
+    with theirs, theirs.makefile() as lines:
+        records = [message["record"] for message in map(json.loads, lines) if "record" in message]
+    PROGRESS.clear()
+    made = [bool(record["counts"]) for record in records]
+    assert made == sorted(made)
+    assert made[-1]
 
 
 def test_a_member_that_has_lost_rank_0_says_so_when_it_is_asked():

@@ -23,12 +23,15 @@ def perturbed(model):
     return model
 
 
-def bits(number):
+def bits(number, storage=torch.uint8):
     """Return the settings of a base in 4 or 8 bits."""
     import transformers
 
     if number == 4:
         return transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.float32,
+            bnb_4bit_quant_storage=storage,
         )
     return transformers.BitsAndBytesConfig(load_in_8bit=True)

@@ -172,12 +172,21 @@ def heads():
     images = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     vit = hf.ViTConfig(image_size=8, patch_size=4, **images)
 
+    class Routed(hf.LlamaForCausalLM):
+        """Adds a loss that is no mean over labels, as models of experts add their router's."""
+
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            outputs = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+            outputs.loss = outputs.loss + outputs.logits.square().mean()
+            return outputs
+
     texts = samples(16, 1)
     tokens = [each["input_ids"] for each in texts]
     classes = [{"input_ids": each, "labels": int(each[0]) % 2} for each in tokens]
     pairs = [torch.stack([each, each.flip(0)]) for each in tokens]
     return {
         "causal": (lambda: hf.LlamaForCausalLM(llama), texts),
+        "routed": (lambda: Routed(llama), texts),
         "sequence": (lambda: hf.BertForSequenceClassification(bert), classes),
         "reward": (lambda: hf.LlamaForSequenceClassification(llama), classes),
         "score": (

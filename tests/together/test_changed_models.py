@@ -28,6 +28,9 @@ CASTS = {
 STRUCTURE = {
     "resize_token_embeddings": lambda model: model.resize_token_embeddings(20),
     "another head": lambda model: setattr(model, "lm_head", nn.Linear(32, 16, bias=False)),
+    "a head of the same shape": lambda model: setattr(
+        model, "lm_head", nn.Linear(*model.lm_head.weight.T.shape, False)
+    ),
     "a further layer": lambda model: model.model.layers.append(nn.Linear(16, 16)),
     "tied": lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight),
 }

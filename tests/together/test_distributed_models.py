@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import matrix, named
 from named_plugins import NAMES, make_model, plugin_named
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,9 +65,17 @@ def loaded(name, folder, sizes):
     boost(name, model)
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"fsdp_size": 2}, {"pp_size": 2}], ids=str)
-@pytest.mark.parametrize("name", ["ddp", "hybrid"])
+WAYS = [{"tp_size": 2}, {"tp_size": 2, "tp_plan": "auto"}, {"fsdp_size": 2}, {"pp_size": 2}]
+
+
+@matrix(
+    [f"{name}-{WAYS[0]}" for name in PLUGINS] + [f"fsdp-{way}" for way in WAYS[1:]],
+    name=PLUGINS,
+    sizes=named(WAYS, str),
+)
 def test_what_transformers_has_distributed_is_refused(name, sizes, tmp_path):
     pytest.importorskip("transformers", "5.20", reason="earlier ones have another configuration")
-    what = r"already: (transformers has given|'model\.embed_tokens\.weight' is a DTensor).*`distributed_config`"
+    what = (
+        r"already: (transformers has given|'model\.embed_tokens\.weight' is a DTensor).*`distributed_config`.*`tp_plan`"
+    )
     expect_on_ranks(ConfigError, what, loaded, 2, name, tmp_path / "model", sizes)

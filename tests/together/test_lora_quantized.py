@@ -9,6 +9,7 @@ from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_is
 from matrix import matrix
 
 from booster_core import Booster
+from booster_core.errors import CheckpointError
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
@@ -37,20 +38,28 @@ RUNS = {
 }
 
 
-def enabled(booster, number):
+def enabled(booster, number, storage=torch.uint8):
     """Return a model with adapters whose linear layers are packed."""
     use_isolated_libraries()
     import_quietly(["bitsandbytes"])
     torch.manual_seed(3)
     model = tiny_llama()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    return booster.enable_lora(model, lora_config=config, bnb_quantization_config=bits(number))
+    return booster.enable_lora(model, lora_config=config, bnb_quantization_config=bits(number, storage))
 
 
-def train(number, plugin_class, options):
-    """Return the losses of a few steps on samples that are the same on every rank."""
-    booster = Booster("cpu", plugin=plugin_class(**options))
-    model = enabled(booster, number)
+def packed_weights(model):
+    layers = [layer for layer in model.modules() if type(layer).__name__ in ("Linear4bit", "Linear8bitLt")]
+    return [layer.weight for layer in layers if type(layer).__module__.startswith("bitsandbytes")]
+
+
+def train(number, plugin_class, options, folder=None, precision=None):
+    """Return the losses of a few steps on samples that are the same on every rank.
+
+    With a folder, the bits are stored in bf16, and the run is resumed there without the base after two steps.
+    """
+    booster = Booster("cpu", plugin=plugin_class(**options), mixed_precision=precision)
+    model = enabled(booster, number, torch.uint8 if folder is None else torch.bfloat16)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
     losses, packed = [], []
     for step in range(4):
@@ -61,7 +70,16 @@ def train(number, plugin_class, options):
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
         with getattr(model, "whole_parameters", contextlib.nullcontext)():  # Gemini keeps the base in shards
-            packed.append([p.clone() for p in model.unwrap().parameters() if not p.is_floating_point()])
+            packed.append([each.detach().clone().view(torch.uint8) for each in packed_weights(model)])
+        if folder is not None and step == 1:
+            state = {"model": model, "optimizer": optimizer}
+            with pytest.raises(CheckpointError, match=r"would be lost: .*`save_checkpoint\(.*save_frozen=False\)`"):
+                booster.save_checkpoint(f"{folder}/whole", step=1, **state)
+            booster.save_checkpoint(folder, step=1, **state, save_frozen=False)
+            booster.load_checkpoint(folder, **state)
+    if folder is not None and plugin_class is TorchFSDPPlugin:
+        held = [each.to_local() for each in packed_weights(model)]
+        assert 2 * sum(each.nbytes for each in held) == sum(each.nbytes for each in packed[0])
     assert len(packed[0]) == 2 * 7, "the linear layers of both blocks, and not the head"
     assert all(map(torch.equal, packed[0], packed[-1]))
     return losses
@@ -79,6 +97,14 @@ def test_adapters_over_a_packed_base_train_as_in_one_process(run, number):
     (expected,) = run_on_ranks(train, 1, number, SingleDeviceStrategy, {})
     assert expected[-1] != expected[0]
     for losses in run_on_ranks(train, 2, number, *RUNS[run]):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@matrix(["fsdp-bf16", "gemini-fp32"], run=RUNS, precision=[None, "fp32", "bf16"])
+def test_bits_in_a_floating_format_are_never_converted(run, precision, tmp_path):
+    """FSDP shards them, and what they were packed with stays with the layers."""
+    (expected,) = run_on_ranks(train, 1, 4, SingleDeviceStrategy, {}, None, precision)
+    for losses in run_on_ranks(train, 2, 4, *RUNS[run], str(tmp_path), precision):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 

@@ -117,6 +117,29 @@ WAYS = {
 }
 
 
+def assigns_by_hand(plugin):
+    booster = Booster("cpu", FP16, PLUGINS[plugin]())
+    model, optimizer = boosted(booster, 0)
+    booster.backward(loss_of(model, 0), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.125
+    before = whole_model(booster, model)
+    for parameter in booster.unwrap(model).parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    after = whole_model(booster, model)
+    return [(after[name] - before[name]).flatten() for name in before]
+
+
+@pytest.mark.parametrize("plugin", ["single", "third party", "ddp", "fsdp"])  # elsewhere, `.grad` can't be assigned
+def test_gradients_that_a_script_assigns_without_a_backward_are_not_divided(plugin):
+    for changes in run_on_ranks(assigns_by_hand, ranks_of(plugin), plugin):
+        for change in changes:
+            torch.testing.assert_close(change, torch.full_like(change, -0.125), rtol=0, atol=2**-10)  # of fp16
+
+
 def past_the_booster(plugin, way, clips):
     precision, backward = WAYS[way]
     booster = Booster("cpu", precision, PLUGINS[plugin]())

@@ -20,6 +20,7 @@ PLUGINS = {
     "ddp, unused": (TorchDDPPlugin, {"find_unused_parameters": True}),
     "ddp, small buckets": (TorchDDPPlugin, {"bucket_cap_mb": 1e-4}),
     "fsdp": (TorchFSDPPlugin, {"unit_min_numel": 32}),
+    "fsdp, one unit": (TorchFSDPPlugin, {}),
     "fsdp, replicas": (TorchFSDPPlugin, {"unit_min_numel": 32, "replica_size": 2}),
     "fsdp, whole": (TorchFSDPPlugin, {"unit_min_numel": 32, "ignored_modules": ["left"], "partition": "parameter"}),
 }
@@ -65,6 +66,21 @@ def no_sync_then_other_branch(run):
         run.step(max_norm=0.05)
 
 
+def branches_of_ranks(run, number):
+    run.backward(run.mean(number, lambda batch, rank: run.case.loss(run.model(batch, branches="lr"[rank]), batch)))
+
+
+def adds_a_branch_of_each_rank(run):
+    """Ranks use other branches while parameters have gradients already: zeros, or those of an earlier backward."""
+    run.backward(run.loss(0))
+    run.optimizer.zero_grad(set_to_none=False)
+    branches_of_ranks(run, 1)
+    run.step()
+    run.backward(run.loss(2))
+    branches_of_ranks(run, 3)
+    run.step(max_norm=0.05)
+
+
 def assert_parity(name, loop, num_ranks=2):
     setting = Setting(*PLUGINS[name], num_ranks)
     assert_same_loop(loop, Case(build=Forked, batch=rows), setting, own=name.startswith("ddp"))
@@ -83,3 +99,8 @@ def test_branch_under_no_sync_on_three_ranks(name):
 @pytest.mark.parametrize("name", ["ddp, unused", "fsdp"])
 def test_branch_under_no_sync_and_another_after_it(name):
     assert_parity(name, no_sync_then_other_branch)
+
+
+@pytest.mark.parametrize("name", ["ddp, unused", "fsdp, one unit"])
+def test_branch_of_each_rank_is_added_to_gradients_of_all(name):
+    assert_parity(name, adds_a_branch_of_each_rank)

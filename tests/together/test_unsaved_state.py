@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,17 @@ class Packed(nn.Linear):
         destination[f"{prefix}weight.absmax"] = self.absmax
 
 
+class Sharded(nn.Linear):
+    """Keeps what its weight was packed with, as bitsandbytes' layers do whose weight has become another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.quant_state = {"absmax": torch.ones(3)}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
 def with_hook() -> nn.Module:
     layer = nn.Linear(8, 8)
     layer.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}scale": module.bias}))
@@ -101,7 +113,7 @@ def harmless() -> nn.Module:
     return layer
 
 
-LAYERS = {"override": Packed, "hook": with_hook, "harmless": harmless}
+LAYERS = {"override": Packed, "sharded": Sharded, "hook": with_hook, "harmless": harmless}
 
 
 def save_model(plugin: str, kind: str, path: str, method: str) -> None:
@@ -116,7 +128,7 @@ def save_model(plugin: str, kind: str, path: str, method: str) -> None:
     assert Path(path).exists()
 
 
-ADDED = {"override": "'1.weight.absmax'", "hook": "'1.scale'"}
+ADDED = {"override": "'1.weight.absmax'", "sharded": "'1.weight.quant_state'", "hook": "'1.scale'"}
 
 
 @matrix(1, plugin=PLUGINS, kind=ADDED)
@@ -131,3 +143,24 @@ def test_other_ways_to_save_a_model_refuse_it_too(method, tmp_path) -> None:
 
 def test_hooks_that_add_nothing_do_no_harm(tmp_path) -> None:
     run_on_ranks(save_model, 2, "ddp", "harmless", str(tmp_path / "m"), "save_model")
+
+
+def leave_out_packed(plugin: str, kind: str, path: str) -> list[bool]:
+    """Resume without frozen layers; return which of the trained tensors came back."""
+    booster = Booster(plugin=plugin)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), LAYERS[kind]().requires_grad_(False))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    with boosted.whole_parameters(writes=True) if hasattr(boosted, "whole_parameters") else nullcontext():
+        trained = [parameter.detach().clone() for parameter in boosted.unwrap()[0].parameters()]
+    booster.save_checkpoint(path, step=1, model=boosted, optimizer=optimizer, save_frozen=False)
+    booster.backward(boosted(torch.ones(2, 8)).sum(), optimizer)
+    optimizer.step()
+    booster.load_checkpoint(path, model=boosted, optimizer=optimizer)
+    with boosted.whole_parameters() if hasattr(boosted, "whole_parameters") else nullcontext():
+        return list(map(torch.equal, trained, boosted.unwrap()[0].parameters()))
+
+
+@matrix(["ddp-override", "fsdp-sharded"], plugin=PLUGINS, kind=["override", "sharded"])
+def test_a_step_without_frozen_layers_needs_nothing_of_theirs(plugin, kind, tmp_path) -> None:
+    assert run_on_ranks(leave_out_packed, 2, plugin, kind, str(tmp_path)) == [[True, True]] * 2

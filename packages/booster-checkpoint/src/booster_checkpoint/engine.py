@@ -91,8 +91,8 @@ class CheckpointEngine(CheckpointIO):
                 return load.run()
 
     @classmethod
-    def open_model(cls, path: str | Path, model: nn.Module | None = None) -> ModelFiles:
-        return SourceModelFiles(locate(resolved(path)), model)
+    def open_model(cls, path: str | Path, model: nn.Module | None = None, *, dequantized: bool = False) -> ModelFiles:
+        return SourceModelFiles(locate(resolved(path)), model, dequantized=dequantized)
 
     @classmethod
     def names_in_files(cls, model: nn.Module) -> Callable[[TensorShard], Iterable[TensorShard]] | None:

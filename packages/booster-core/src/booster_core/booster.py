@@ -216,7 +216,8 @@ class Booster:
 
         A data loader is split between ranks (its batch size counts samples per rank): what its sampler draws is
         split, and of its batch sampler each rank takes one batch in turn. One that was made by
-        ``plugin.prepare_dataloader``, or has a ``DistributedSampler``, is returned as it is.
+        ``plugin.prepare_dataloader``, has a ``DistributedSampler``, or keeps a position of its own (``state_dict``) is
+        returned as it is.
 
         Args:
             model: The user's model, on any device; each model is boosted once.

@@ -52,6 +52,7 @@ __all__ = [
     "TrainingObjects",
     "TrainingState",
     "checkpoint_io_class",
+    "keeps_position",
     "local_path",
     "mebibytes",
     "new_step_name",
@@ -481,6 +482,11 @@ class GlobalPosition(ABC):
         """Go on from a position that any number of ranks saved."""
 
 
+def keeps_position(loader: object) -> bool:
+    """Return whether a data loader has a ``state_dict``, be it a `GlobalPosition` or this rank's own position."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 class MovingAverage(Protocol):
     """What `Booster.save_checkpoint` takes as ``ema``: anything that shows averages as the state of a model."""
 
@@ -594,18 +600,20 @@ class CheckpointIO(ABC):
         """Read a model in any form that the engine knows."""
 
     @classmethod
-    def open_model(cls, path: str | Path, model: nn.Module | None = None) -> ModelFiles:
+    def open_model(cls, path: str | Path, model: nn.Module | None = None, *, dequantized: bool = False) -> ModelFiles:
         """Look at a model's files, in any form that the engine knows, and read no values. Not collective.
 
         Args:
             path: A file or folder.
-            model: Name the tensors as this model does, where its files have other names; it may be lazy.
+            model: Name the tensors as this model does, where its files have other names; it may be lazy. Weights that
+                are quantized in the files are as the model holds them.
+            dequantized: Without a model, quantized weights are the values that they stand for.
 
         Raises:
             CheckpointError: If the files can't be read.
             ConfigError: If the engine can't do this.
         """
-        del path, model
+        del path, model, dequantized
         msg = f"The checkpoint engine `{cls.__name__}` can't read models in parts; it has no `open_model`."
         raise ConfigError(msg)
 

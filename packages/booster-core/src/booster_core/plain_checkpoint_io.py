@@ -85,8 +85,10 @@ class PlainCheckpointIO(CheckpointIO):
         return _load_model(state, TensorFiles.at(self._path(request), _MODEL), request)
 
     @classmethod
-    def open_model(cls, path: str | Path, model: nn.Module | None = None) -> ModelFiles:
+    def open_model(cls, path: str | Path, model: nn.Module | None = None, *, dequantized: bool = False) -> ModelFiles:
         del model  # conversions of names are booster-checkpoint's
+        if dequantized:
+            raise ConfigError(needs_checkpoint("Quantized weights are read"))
         return _PlainModelFiles(_on_disk(resolved(path)))
 
     def save_optimizer(self, state: StateAdapter, request: SaveRequest) -> None:

@@ -43,8 +43,9 @@ class UnreducedGradients:
         has_reduced: Whether the present DDP has averaged gradients. The same on every rank.
         is_cut_off: Whether a backward that DDP was to average has not reached it: its hooks hang on nodes of the graph
             that torch replaces where a script gives parameters another format or device.
-        some_unused: Whether a backward that DDP averaged has used only some of the parameters on this rank; known of
-            parameters whose uses are counted.
+        has_counted: Whether a step's gradients were averaged, by DDP or in the step. The same on every rank.
+        some_unused: Whether a backward has used only some of the parameters on this rank; known of parameters whose
+            uses are counted.
     """
 
     def __init__(
@@ -76,8 +77,12 @@ class UnreducedGradients:
         self._is_armed = False  # DDP's reducer takes the next gradients
         self._has_begun = False  # and a backward has given it some
         self._has_marks = False  # it remembers parameters of a backward that it did not average
+        self._is_open = False  # no backward has come since the last forward
+        # Several forwards came before the first backward, and the search knows of the last one alone: each backward of
+        # the step averages at its end. As calls decide it, it is the same on every rank.
+        self._follows_several = self._has_averaged = False
         self._used: set[int] = set()
-        self.has_reduced = self.some_unused = self.is_cut_off = False
+        self.has_reduced = self.has_counted = self.some_unused = self.is_cut_off = False
 
     def track(self, parameters: Iterable[nn.Parameter]) -> None:
         """Watch the gradients of parameters that are trained now, for as long as they live."""
@@ -100,14 +105,19 @@ class UnreducedGradients:
         self._note_reduction()
         return self._exist
 
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Settle earlier backward passes before a forward that records a graph.
+    def before_forward(self, ddp: DistributedDataParallel, *, accumulates: bool) -> None:
+        """Settle earlier backward passes before a forward that records a graph, and let DDP reduce its backward or not.
 
         DDP's search marks each parameter that gets a gradient, also under ``no_sync``, and forgets the marks where it
         finishes a reduction. In a later step that leaves the parameter out, torch would miss its gradient and raise.
         So marks are forgotten here, unless their gradients are still to be averaged.
         """
         self._note_reduction()
+        if self._is_open and ddp.find_unused_parameters and self._can_wait and not accumulates:
+            self._follows_several = True
+            self._is_armed = False
+            forget_used(ddp)
+        ddp.require_backward_grad_sync = not (accumulates or self._follows_several)
         if not self._has_marks or not ddp.require_backward_grad_sync or self._unfinished() is not None:
             return
         model = self._model()
@@ -118,10 +128,10 @@ class UnreducedGradients:
         self._has_marks = False
 
     def after_forward(self, ddp: DistributedDataParallel) -> None:
-        """Note that DDP reduces the next backward, unless the forward was under ``no_sync``."""
+        """Note that DDP reduces the next backward, unless the forward was to leave it to the step."""
+        self._is_open = True
         if ddp.require_backward_grad_sync:
             self._is_armed, self._has_begun = True, False
-            self._used.clear()
 
     def check_finished(self) -> None:
         """Check that DDP's reducer has finished.
@@ -176,6 +186,13 @@ class UnreducedGradients:
         tracked = [parameter for parameter in model.unwrap().parameters() if id(parameter) in self._tracked]
         average_gradients(tracked, self._bucket_bytes, self._communication_dtype)
         self._exist = False
+        self._has_averaged = True
+        self._count_unused()
+
+    def end_step(self) -> None:
+        """Learn that a step has been taken, after which DDP averages again."""
+        if self._has_averaged:
+            self._follows_several = self._has_averaged = False
 
     def _ddp(self) -> DistributedDataParallel | None:
         model = self._model()
@@ -200,6 +217,9 @@ class UnreducedGradients:
     def _begin_backward(self) -> None:
         """Settle the backward before this one, and note whether DDP's reducer takes part in this one."""
         self._note_reduction()
+        self._is_open = False
+        if self._used:
+            self._count_unused()
         if self._is_armed:
             self._has_begun = True
             ddp = self._ddp()
@@ -207,6 +227,9 @@ class UnreducedGradients:
                 queue_callback(weakref.WeakMethod(self._check_reached))
             return
         self._note_unreduced()
+        model = self._model()
+        if self._follows_several and model is not None and not model.accumulates:
+            queue_callback(weakref.WeakMethod(self.average))
 
     def _check_reached(self) -> None:
         """Note at the end of a backward, before DDP's own end of it, if none of its gradients has come to DDP."""
@@ -233,11 +256,17 @@ class UnreducedGradients:
         """Note if DDP's reducer has finished: then it has averaged every gradient, also what was accumulated before."""
         if not (self._is_armed and self._has_begun) or self._unfinished() is not None:
             return
-        model = self._model()
         self._is_armed = self._has_begun = self._exist = self._has_marks = False
         self.has_reduced = True
+        self._count_unused()
+
+    def _count_unused(self) -> None:
+        """Note whether the last backward used only some of the parameters."""
+        model = self._model()
         if self._counting and model is not None:
             self.some_unused |= len(self._used) < len(model.trained)
+            self._used.clear()
+            self.has_counted = True
 
 
 def average_gradients(

@@ -60,6 +60,7 @@ class DDPModel(ModelWrapper):
         ddp: torch's wrapper; ``None`` while no parameter is trained.
         trained: The parameters that it averages, by name.
         gradients: Tracks the gradients that it does not average.
+        accumulates: Whether this is under `no_sync`.
 
     Collective: every rank of the world; rank 0's values are broadcast.
     """
@@ -74,7 +75,7 @@ class DDPModel(ModelWrapper):
         self._asked = True if asked is None and not has_optimizer else asked
         self._search = self._asked
         self._comm_hook = config.comm_hook or BY_DTYPE.get(context.precision.reduce_dtype)
-        self._accumulates = False
+        self.accumulates = False
         self._named = dict(module.named_parameters())
         self._held = [
             (owner._parameters, name, parameter)  # noqa: SLF001 - the dictionary that holds it
@@ -148,8 +149,8 @@ class DDPModel(ModelWrapper):
         if self.ddp is None:
             return None
         watch_gradient_hooks(self.trained.items())
-        self.gradients.before_forward(self.ddp)
-        if self.ddp.static_graph and self._accumulates and not self.gradients.has_reduced:
+        self.gradients.before_forward(self.ddp, accumulates=self.accumulates)
+        if self.ddp.static_graph and self.accumulates and not self.gradients.has_reduced:
             msg = (
                 "`static_graph=True` learns the graph from the first backward that is averaged, so no backward can run "
                 "under `no_sync` before it. Run the first step without accumulation, or leave the option out."
@@ -176,7 +177,7 @@ class DDPModel(ModelWrapper):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank; the next backward of a forward outside of this context averages them."""
-        before = self._accumulates
+        before = self.accumulates
         self._set_accumulates(accumulates=True)
         try:
             yield
@@ -189,9 +190,10 @@ class DDPModel(ModelWrapper):
         Collective: every rank of the world, where there are buffers, and in the first step whose gradients DDP has
         averaged; else none.
         """
+        self.gradients.end_step()
         if self._sends_buffers and self.ddp is not None:
             send_buffers(self.ddp)
-        if self._search is not None or not self.gradients.has_reduced:
+        if self._search is not None or not self.gradients.has_counted:
             return
         some_unused = torch.tensor(int(self.gradients.some_unused), device=next(iter(self.trained.values())).device)
         dist.all_reduce(some_unused, dist.ReduceOp.MAX)
@@ -218,7 +220,7 @@ class DDPModel(ModelWrapper):
         self.__dict__["ddp"] = ddp  # past `nn.Module`, which would take it for a part of this model
 
     def _set_accumulates(self, *, accumulates: bool) -> None:
-        self._accumulates = accumulates
+        self.accumulates = accumulates
         if self.ddp is not None:
             self.ddp.require_backward_grad_sync = not accumulates
 
@@ -289,7 +291,7 @@ class DDPModel(ModelWrapper):
             )
         if self._comm_hook is not None:
             register_comm_hook(ddp, self._comm_hook, config.comm_hook_state)
-        ddp.require_backward_grad_sync = not self._accumulates
+        ddp.require_backward_grad_sync = not self.accumulates
         self._set_ddp(ddp)
         if self._sends_buffers and not self._was_built:
             send_buffers(ddp)

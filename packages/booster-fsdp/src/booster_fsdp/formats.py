@@ -70,7 +70,7 @@ def unit_format(
     Args:
         config: Options.
         policy: Precision of the run.
-        dtype: The dtype of the unit's trained parameters; ``None`` if it has none.
+        dtype: The dtype of the unit's trained parameters, or of its frozen ones; ``None`` if it has none.
         is_root: Whether the unit is the model itself.
         is_rounded: Whether a narrow precision gathers it in its dtype; else each parameter is gathered in its own.
     """

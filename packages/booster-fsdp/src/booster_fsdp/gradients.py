@@ -32,9 +32,16 @@ from booster_fsdp._torch_private import (
     was_written,
 )
 from booster_fsdp.collectives import different_units
-from booster_fsdp.parameters import gradient_of
+from booster_fsdp.parameters import gradient_of, watch_gradients
 from booster_runtime import collectives
-from booster_runtime.sharding import BufferWatch, RaisedAnywhere, parametrized_in_forward
+from booster_runtime.sharding import (
+    BufferWatch,
+    RaisedAnywhere,
+    dtensor_of,
+    local_of,
+    parametrized_in_forward,
+    sharded_like,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,6 +178,7 @@ class ShardedGradients:
         self._units = [(module, group) for module in self.modules for group in groups_of(module)]
         self._parameters = list(model.parameters())
         self._keys = [id(parameter) for parameter in self._parameters]
+        self._names = [name for name, _ in model.named_parameters()]
         self._replicated = [
             (number, each) for number, each in enumerate(self._parameters) if not isinstance(each, DTensor)
         ]
@@ -185,8 +193,13 @@ class ShardedGradients:
         self._buffers = BufferWatch(model) if broadcast_buffers else None
         self._changed_buffers: list[bool] = []
         self._stays_gathered = self._has_gathered = False
+        for key, parameter in zip(self._keys, self._parameters, strict=True):
+            if isinstance(parameter, DTensor):
+                # torch's FSDP sets gradients itself; what comes here by autograd comes from uses of the shards.
+                watch_gradients(parameter, functools.partial(self._note_used, key))
         for number, module in enumerate(self.modules):
             for group in groups_of(module):
+                group.pre_backward = functools.partial(self._pre_backward, group.pre_backward)
                 group.post_backward = functools.partial(self._post_backward, number, group, group.post_backward)
 
     # ---- between forward and the step
@@ -265,9 +278,6 @@ class ShardedGradients:
                 "backward before the step, or forward again after it."
             )
             raise GradientError(msg)
-        if torch.is_grad_enabled():
-            self.modules[0].set_reshard_after_backward(False)
-            self._stays_gathered = True
 
     def forget(self, parameters: set[int] | None = None) -> None:
         """Drop gradients that are not reduced yet, and the record of used parameters.
@@ -285,6 +295,37 @@ class ShardedGradients:
         if parameters is None:
             self._unreduced.clear()
         self._used = set() if parameters is None else self._used - parameters
+
+    def add_of_whole(self, parameter: DTensor, made_at: tuple[int, int], whole: Tensor) -> None:
+        """Average over ranks the gradient that came to a parameter's whole values, and add it to that of its shards.
+
+        Args:
+            parameter: The sharded parameter.
+            made_at: `version` when its values were gathered.
+            whole: The whole values, whose gradient is taken away.
+
+        Collective: every rank of the world.
+        """
+        gradient, whole.grad = whole.grad, None
+        assert gradient is not None, "autograd calls this once it has one"
+        self.check_age(made_at, gradient)
+        if self._refuse is not None:
+            raise self._refuse(self._names[self._keys.index(id(parameter))])
+        summed = gradient.detach().to(parameter.device_mesh.device_type).contiguous()
+        collectives.all_reduce(summed).wait()
+        own = local_of(sharded_like(summed / dist.get_world_size(), parameter)).to(local_of(parameter).device)
+        if gradient_of(parameter) is None:
+            parameter.grad = dtensor_of(own, parameter)
+        else:
+            local_of(gradient_of(parameter)).add_(own)
+        self._note_used(id(parameter))
+
+    def _note_used(self, key: int, *unused: Any) -> None:
+        """Record that a sharded parameter has a gradient that does not come from its unit."""
+        del unused
+        self._was_reduced = True
+        self._used.add(key)
+        self._filled.discard(key)
 
     # ---- after the step
 
@@ -336,6 +377,16 @@ class ShardedGradients:
 
     # ---- during backward
 
+    def _pre_backward(self, gather: Any, *unused: Any) -> None:
+        """Gather a unit, which stays gathered after a backward that records a graph, such as for a penalty.
+
+        The backward of that graph needs what the unit holds.
+        """
+        if torch.is_grad_enabled() and not self._stays_gathered:
+            self.modules[0].set_reshard_after_backward(False)
+            self._stays_gathered = True
+        gather(*unused)
+
     def _post_backward(self, number: int, group: Any, reduce: Any, *unused: Any) -> None:
         """Complete a unit's gradients, then let torch reduce them."""
         # Those of a unit that has never run are gathered into nothing.
@@ -383,13 +434,13 @@ class ShardedGradients:
                 )
                 raise GradientError(msg)
             trained.append((inner, whole))
+            is_complete &= has_gradient
             key = id(inner.sharded_param)
             if has_gradient or (key not in self._filled and gradient_of(inner.sharded_param) is not None):
                 self._used.add(key)
                 self._filled.discard(key)
             else:
                 self._filled.add(key)
-                is_complete = False
         if not is_complete:
             fill_gradients(trained)
 

@@ -120,6 +120,8 @@ class FSDPModel(ModelWrapper):
     def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
         """Have all parameters of the user's model whole on every rank for the block, as plain tensors.
 
+        Gradients that come to them, of a penalty or a part of the model that runs in the block, are those of the model.
+
         Args:
             writes: Keep what the block writes into them; every rank takes rank 0's values.
 
@@ -135,6 +137,10 @@ class FSDPModel(ModelWrapper):
         sharded = {id(parameter): parameter for _, _, parameter in held}
         with NamedCall("whole_parameters"), torch.no_grad():
             whole = {key: nn.Parameter(whole_of(each), each.requires_grad) for key, each in sharded.items()}
+        for key, each in whole.items():
+            add = functools.partial(self.gradients.add_of_whole, sharded[key], self.gradients.version)
+            each.requires_grad_().register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+            each.requires_grad_(sharded[key].requires_grad)
         before = {key: (each._version, each.data_ptr()) for key, each in whole.items()}  # noqa: SLF001 - tells of writes
         for parameters, name, parameter in held:
             parameters[name] = whole[id(parameter)]
@@ -146,7 +152,7 @@ class FSDPModel(ModelWrapper):
             for parameters, name, parameter in held:
                 parameters[name] = parameter
                 parameter.requires_grad_(whole[id(parameter)].requires_grad)
-        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in whole.values()):  # noqa: SLF001
+        if any(each._backward_hooks or len(each._post_accumulate_grad_hooks) > 1 for each in whole.values()):  # noqa: SLF001
             refuse_hook()
         if writes:
             with NamedCall("whole_parameters"), torch.no_grad():
@@ -217,8 +223,7 @@ class FSDPModel(ModelWrapper):
     def _watched(self, output: Any) -> Any:
         """Return the model's output, whose backward raises if parameters have changed by then.
 
-        torch gathers parameters again for backward, which autograd's check of saved tensors does not see. A backward
-        that records a graph, as of a gradient penalty, leaves units gathered for that graph's backward.
+        torch gathers parameters again for backward, which autograd's check of saved tensors does not see.
         """
         if self._depth == 1 and torch.is_grad_enabled():
             check = functools.partial(self.gradients.check_age, self.gradients.version)

@@ -131,6 +131,13 @@ def gradient_of(parameter: Tensor) -> Any:
     return _GRAD.__get__(parameter)
 
 
+def watch_gradients(parameter: Tensor, function: Any) -> None:
+    """Call a function of each gradient that autograd adds to a sharded parameter's, also if that is frozen now."""
+    is_trained = parameter.requires_grad
+    torch.Tensor.register_hook(parameter.requires_grad_(), function)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(is_trained)
+
+
 def sharded_parameter(parameter: DTensor, writes: list[int]) -> nn.Parameter:
     """Return a parameter over the rows of one that ``fully_shard`` has made.
 

@@ -163,10 +163,12 @@ def shard_model(
         else OffloadPolicy(),
         "shard_placement_fn": config.shard_placement_fn,
     }
-    formats = {
-        name: unit_format(config, policy, dtype_of[name], is_root=not name, is_rounded=name not in unrounded)
-        for name in (*reversed(chosen), "")
-    }
+    held = parameters_by_unit(model, chosen)
+    formats = {}
+    for name in (*reversed(chosen), ""):
+        # What is frozen now may be unfrozen later.
+        dtype = dtype_of[name] or next((each.dtype for each in held[name] if each not in whole), None)
+        formats[name] = unit_format(config, policy, dtype, is_root=not name, is_rounded=name not in unrounded)
     asked, head = config.reshard_after_forward, head_of(model, chosen)
     # Backward needs the head and the outermost unit first; `None` lets torch keep the latter gathered.
     kept = {"": None, head: False} if asked is True else {"": asked and None}

@@ -461,9 +461,16 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         return {**{path: path for path in named.values()}, **named}
 
     def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter, in the shape that it has in the user's model, on every rank."""
+        """Return the whole gradient of a parameter, in the shape that it has in the user's model, on every rank.
+
+        Raises:
+            ConfigError: If ranks of a pipeline ask for different ones.
+        """
         boosted: Any = boosted_inside(model)
         local: LocalModel = boosted.local
+        if boosted.stages is not None:
+            remedy = "A stage has only some of the parameters: take the names from the model before `boost`."
+            DistCoordinator().agree("full_gradient", name, remedy=remedy, process_group=local.pipeline)
         engine = engine_of(model.boosted_optimizers)
         if engine is not None:
             engine.settle()

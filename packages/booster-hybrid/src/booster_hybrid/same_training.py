@@ -204,7 +204,7 @@ def _is_ours(node: Any) -> bool:
 
 def _next_number() -> int:
     """Return the number that autograd gives to the next node of this thread."""
-    with torch.enable_grad():
+    with torch.inference_mode(mode=False), torch.enable_grad():
         node: Any = torch.zeros((), requires_grad=True).view(()).grad_fn
     number: int = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
     return number

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from booster_runtime.compiling import compile_layers
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
-    from booster_runtime.data.packing import PackedDocuments
+    from booster_runtime.data.mixing import MixedStreams
+    from booster_runtime.data.packing import FirstFitDocuments, PackedDocuments, cu_seq_lens, document_mask
     from booster_runtime.exported_tensors import whole_parameters
     from booster_runtime.float8 import convert_to_float8
     from booster_runtime.lazy import LazyInitContext
@@ -29,14 +30,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Evaluation",
+    "FirstFitDocuments",
     "LazyInitContext",
+    "MixedStreams",
     "PackedDocuments",
     "StopSignal",
     "accumulate",
     "check_replicas",
     "compile_layers",
     "convert_to_float8",
+    "cu_seq_lens",
     "disable_activation_checkpointing",
+    "document_mask",
     "ema",
     "enable_activation_checkpointing",
     "enable_linear_cross_entropy",
@@ -64,7 +69,8 @@ __getattr__, __dir__ = public_names(
         ".compiling": ["compile_layers"],
         ".causal_lm_loss": ["enable_linear_cross_entropy"],
         ".data.batches": ["to_device"],
-        ".data.packing": ["PackedDocuments"],
+        ".data.mixing": ["MixedStreams"],
+        ".data.packing": ["FirstFitDocuments", "PackedDocuments", "cu_seq_lens", "document_mask"],
         ".data.metrics": ["gather_for_metrics", "reduce"],
         ".moving_average": ["ema"],
         ".exported_tensors": ["whole_parameters"],

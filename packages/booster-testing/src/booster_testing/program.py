@@ -82,8 +82,10 @@ class _Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(_WIDTH, _WIDTH)
+        self.scale = nn.Parameter(torch.ones(_WIDTH))  # so that each rank has a gradient
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
         chosen = x[:, :1] > 0
         return x + torch.where(chosen, self.inner(x), 0.0) if bool(chosen.any()) else x
 

@@ -28,6 +28,8 @@ _Base: Any = object  # a Trainer comes after it, whose attributes are optional u
 
 _LEAST_CHANGE = 1e-3
 """A loss that changes by less, relative to itself, with twice the number of labels does not follow it."""
+_LEAST_REST = 1e-5
+"""What a loss keeps with any number of labels, relative to itself, from which on it counts."""
 _LABELS = ("labels", "shift_labels")
 _MEANS_OF_LABELS = {
     LOSS_MAPPING[name] for name in ("ForCausalLM", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
@@ -41,6 +43,7 @@ class WeightedLosses(_Base):  # type: ignore[misc]
     accelerator: Any
     booster: Booster
     _follows_number: bool | None = None  # whether the loss is divided by the number of labels that it is given
+    _has_rest = False  # whether it then has a part that is not, such as a router's loss
     _is_counted = False  # whether the loss computed last was divided by, or weighed by, a number of labels of all ranks
     _is_padding = False  # whether all samples of this rank's batch are repeated ones
 
@@ -62,8 +65,8 @@ class WeightedLosses(_Base):  # type: ignore[misc]
     ) -> Any:
         """Return the loss that, averaged over ranks and summed over accumulated batches, is that of the whole batch.
 
-        A mean over this batch's labels counts by their share in the labels of all batches; a mean over something else
-        counts as each other batch does.
+        A mean over this batch's labels counts by their share in the labels of all batches; a mean over something else,
+        such as the loss of a router that a model adds, counts as that of each other batch does.
 
         Collective: every rank of the world, at the first call.
         """
@@ -75,14 +78,19 @@ class WeightedLosses(_Base):  # type: ignore[misc]
         num_items = torch.as_tensor(num_items_in_batch).long()  # floats may be rounded to the model's format
         if self._follows_number is None:
             self._follows_number = self._try_number(model, inputs, num_items)
-        if self._follows_number is not False:
-            return super().compute_loss(model, inputs, return_outputs, num_items)
         weight: Any = 1 / (self.current_gradient_accumulation_steps if torch.is_grad_enabled() else 1)
-        if self._is_mean_of_labels():
+        if self._follows_number is not False:
+            if not self._has_rest:
+                return super().compute_loss(model, inputs, return_outputs, num_items)
+            # The Trainer multiplies by the number of ranks.
+            weight /= num_ranks if self._is_counted else 1
+            computed = super().compute_loss(model, inputs, return_outputs, num_items.item() * weight)
+        elif self._is_mean_of_labels():
             weight = self._num_labels(inputs) / num_items * (num_ranks if self._is_counted else 1)
+            computed = super().compute_loss(model, inputs, return_outputs, None)
         else:
             self._is_counted = False
-        computed = super().compute_loss(model, inputs, return_outputs, None)
+            computed = super().compute_loss(model, inputs, return_outputs, None)
         return (computed[0] * weight, computed[1]) if return_outputs else computed * weight
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +139,10 @@ class WeightedLosses(_Base):  # type: ignore[misc]
         model.train(torch.is_grad_enabled())
         is_known = math.isfinite(once) and once != 0
         told = abs(once - twice) > _LEAST_CHANGE * abs(once) if is_known else None
-        found = self.booster.context.coordinator.all_gather_object(told)
+        rest = is_known and abs(2 * twice - once) > _LEAST_REST * abs(once)
+        told_by_rank = self.booster.context.coordinator.all_gather_object((told, rest))
+        found = [each for each, _ in told_by_rank]
+        self._has_rest = (True, True) in told_by_rank
         return None if found.count(None) == len(found) else True in found
 
     def _is_mean_of_labels(self) -> bool:

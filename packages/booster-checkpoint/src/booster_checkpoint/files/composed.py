@@ -229,7 +229,7 @@ class ComposedTensors:
             if piece.is_ordered and target[slices_of(common, box)].is_contiguous():
                 self.source.read(piece.key, piece.stored(common), target[slices_of(common, box)].view(-1))
                 continue
-            for stored in _rows(piece.stored(common), out.dtype.itemsize):
+            for stored in rows_of(piece.stored(common), out.dtype.itemsize):
                 values, part = out.new_empty(box_numel(stored)), piece.composed(stored)
                 self.source.read(piece.key, stored, values)
                 target[slices_of(part, box)] = piece.arranged(values.view(box_shape(stored)), part)
@@ -243,13 +243,14 @@ class ComposedTensors:
         return decode_extra_state(names, self.values, self.tensors, self.read_whole, self.source.read_whole)
 
 
-def _rows(box: Box, itemsize: int) -> Iterator[Box]:
-    """Cut a box along its first dimension with several indices into parts of a limited size."""
+def rows_of(box: Box, itemsize: int) -> Iterator[Box]:
+    """Cut a box, along as few of its first dimensions as possible, into parts of a limited size."""
     lead = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), 0)
     (start, stop), rest = box[lead], box[lead + 1 :]
-    step = max(_PART_BYTES // max(box_numel(rest) * itemsize, 1), 1)
-    for first in range(start, stop, step):
-        yield (*box[:lead], (first, min(first + step, stop)), *rest)
+    step = _PART_BYTES // max(box_numel(rest) * itemsize, 1)
+    for first in range(start, stop, max(step, 1)):
+        part = (*box[:lead], (first, min(first + max(step, 1), stop)), *rest)
+        yield from (part,) if step else rows_of(part, itemsize)
 
 
 def _with(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:

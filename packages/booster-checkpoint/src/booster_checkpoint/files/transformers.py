@@ -99,7 +99,8 @@ class PretrainedNames:
 
         # The order and the exceptions of transformers' own `revert_weight_conversion`.
         conversions = getattr(model, "_weight_conversions", None)
-        if conversions is None:
+        is_dequantized = not getattr(model, "is_quantized", True)  # by the conversions, which would quantize it again
+        if conversions is None or is_dequantized:
             found = get_model_conversion_mapping(model, add_legacy=False)
             prefix_change: Any = getattr(core_model_loading, "PrefixChange", ())  # transformers 5.5 has none
             conversions = [entry for entry in found if not isinstance(entry, prefix_change)]

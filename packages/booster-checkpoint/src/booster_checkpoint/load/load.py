@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.names import MODEL, OPTIMIZER
+from booster_checkpoint.files.quantized import holds_low_bits
 from booster_checkpoint.load.fill import Fill
 from booster_checkpoint.load.naming import as_model_names, excluder
 from booster_checkpoint.load.source import Source, open_source
@@ -89,7 +90,14 @@ class ModelLoad:
         def look() -> Expectation:
             nonlocal source
             source = stack.enter_context(
-                open_source(path, MODEL, in_memory=not request.low_cpu_mem_mode, checks=checks, listed=listed)
+                open_source(
+                    path,
+                    MODEL,
+                    in_memory=not request.low_cpu_mem_mode,
+                    checks=checks,
+                    listed=listed,
+                    dequantized=not holds_low_bits(state.module),
+                )
             )
             excluded, kept_names = excluder(request.exclude), frozenset(left_out)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.composed import ComposedTensors
 from booster_checkpoint.files.names import MODEL
+from booster_checkpoint.files.quantized import holds_low_bits
 from booster_checkpoint.load.fill import ShardReader
 from booster_checkpoint.load.naming import as_model_names
 from booster_checkpoint.load.source import open_source
@@ -30,17 +31,19 @@ class SourceModelFiles(ModelFiles):
     Args:
         path: A file, an index, or a folder.
         model: Whose names tensors get, as far as transformers knows these; ``None`` leaves the files' own.
+        dequantized: Whether quantized weights are the values that they stand for, where there is no model to tell.
 
     Raises:
         CheckpointError: If the files can't be read.
     """
 
-    def __init__(self, path: Location, model: nn.Module | None) -> None:
+    def __init__(self, path: Location, model: nn.Module | None, *, dequantized: bool = False) -> None:
         known: tuple[str, ...] = ()
         if model is not None:
             named = NamedTensors.of(model)
             known = (*named.tensors, *named.aliases, *extra_state_modules(model))
-        with open_source(path, MODEL) as source:
+        self._is_dequantized = dequantized if model is None else not holds_low_bits(model)
+        with open_source(path, MODEL, dequantized=self._is_dequantized) as source:
             composed = as_model_names(source, model, known)
             pieces = [piece.key for layout in composed.layouts.values() for piece in layout.pieces]
             self._stored = {key: source.tensors[key] for key in pieces}
@@ -51,7 +54,7 @@ class SourceModelFiles(ModelFiles):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            source = stack.enter_context(open_source(self._place, MODEL))
+            source = stack.enter_context(open_source(self._place, MODEL, dequantized=self._is_dequantized))
             self._check_unchanged(self._stored, source.tensors)
             tensors = ComposedTensors(source, self._layouts, {})
             self._reader = stack.enter_context(ShardReader(tensors, _STAGE_BYTES))

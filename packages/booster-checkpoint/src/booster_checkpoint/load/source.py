@@ -34,7 +34,7 @@ from booster_checkpoint.files.safetensors_file import open_tensor_file
 from booster_checkpoint.files.tensor_file import read_whole
 from booster_checkpoint.storage import Location, locate
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError, shorten
-from booster_core.state import decode_extra_state, tensor_references
+from booster_core.state import decode_extra_state, parse_json, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from booster_checkpoint.files.byte_file import ByteFile
     from booster_checkpoint.files.checksums import CheckedReads
+    from booster_checkpoint.files.quantized import QuantizedWeight
     from booster_checkpoint.files.tensor_file import TensorFile
     from booster_core.state import Box, TensorMeta
 
@@ -257,6 +258,7 @@ class Source:
         self._files: list[TensorFile] = []
         self._checked: list[CheckedReads] = []
         self._home: dict[str, TensorFile] = {}
+        self._weights: dict[str, QuantizedWeight] = {}
         self.tensors: dict[str, TensorMeta] = {}
         self.values: dict[str, Any] = {}
         self.index: Location | None = None
@@ -345,15 +347,36 @@ class Source:
 
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Read a box of a tensor into ``out``; see `TensorFile.read`."""
-        self._home[key].read(key, box, out)
+        weight = self._weights.get(key)
+        if weight is None:
+            self._home[key].read(key, box, out)
+        else:
+            weight.read(lambda stored, part, values: self._home[stored].read(stored, part, values), box, out)
 
     def place_of(self, key: str) -> tuple[ByteFile, int] | None:
         """Return where a tensor is read from; see `TensorFile.place_of`."""
-        return self._home[key].place_of(key)
+        return None if key in self._weights else self._home[key].place_of(key)
 
     def home_of(self, key: str) -> Location:
         """Return the file that holds a tensor."""
-        return self._home[key].path
+        return self._home[self._weights[key].key if key in self._weights else key].path
+
+    def dequantize(self) -> None:
+        """Let weights in 8 or 4 bits be tensors of the fp32 values that they stand for, and their scales be none.
+
+        Raises:
+            CheckpointError: If they are in a form that can't be read.
+        """
+        from booster_checkpoint.files.quantized import find_weights, is_low_bit
+
+        if not any(is_low_bit(meta.dtype) for meta in self.tensors.values()):
+            return  # before another file is read
+        place = (self.path if self._is_folder else self.path.parent) / "config.json"
+        written = place.read_bytes()
+        config = None if written is None else parse_json(written, str(place))
+        self._weights, left_out = find_weights(self.path, self.tensors, config)
+        kept = {key: meta for key, meta in self.tensors.items() if key not in left_out}
+        self.tensors = kept | {name: weight.meta for name, weight in self._weights.items()}
 
     def close(self) -> None:
         """Let go of the files."""
@@ -399,10 +422,13 @@ def open_source(
     in_memory: bool = False,
     checks: Callable[[Location], CheckedReads | None] = lambda _: None,
     listed: Mapping[str, int | None] | None = None,
+    dequantized: bool = False,
 ) -> Iterator[Source]:
-    """Open a checkpoint for the body, in any of its forms; see `Source`."""
+    """Open a checkpoint for the body, in any of its forms, also with `Source.dequantize`; see `Source`."""
     source = Source(path, kind, in_memory=in_memory, checks=checks, listed=listed)
     try:
+        if dequantized:
+            source.dequantize()
         yield source
     finally:
         source.close()

@@ -111,7 +111,8 @@ def chosen_states(
         states, what = entry["states"], "The data loader" if name == LOADER else f"The registered object '{name}'"
         if bool(entry.get("per_rank")) != per_rank:
             problems.append(f"{what} was saved with `per_rank={not per_rank}`, and is registered with {per_rank}.")
-        elif per_rank and len(states) != world_size and any(state != states[0] for state in states):
+        elif per_rank and len(states) != world_size and (name == LOADER or any(each != states[0] for each in states)):
+            # equal positions of loaders are of each rank's own samples, and mean others on other ranks
             problems.append(f"{what} has a state of each of {len(states)} ranks, and {world_size} load it.")
         else:
             chosen[name] = states

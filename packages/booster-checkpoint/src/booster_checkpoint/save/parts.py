@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
+from booster_checkpoint.files.quantized import holds_low_bits, without_quantization
 from booster_core.state import (
     NamedTensors,
     OptimizerInfo,
@@ -223,7 +224,7 @@ class ModelPart(Part):
     @override
     def facts(self) -> list[Any]:
         if self._module is not None:
-            check_model_is_saved_whole(self._module)
+            check_model_is_saved_whole(self._module, self._left_out)
             if self.has_folder and not self._left_out:
                 self._texts |= pretrained_files(self._module, self._first_dtype())
                 if library_of(self._module) == "transformers":
@@ -344,7 +345,10 @@ def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict
             kept = dtype or (floating[0] if floating else None)
             if kept is not None:
                 config.dtype = str(kept).removeprefix("torch.")
-        files["config.json"] = config.to_json_string()
+        text: str = config.to_json_string()
+        if "quantization_config" in text and not holds_low_bits(model):  # of the release that the model was read from
+            text = json.dumps(without_quantization(json.loads(text)), indent=2, sort_keys=True) + "\n"
+        files["config.json"] = text
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string") and getattr(model, "can_generate", lambda: False)():
         files["generation_config.json"] = generation.to_json_string()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.dcp import METADATA, kinds_in, left_out_of, read_table
 from booster_checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
+from booster_checkpoint.files.quantized import without_quantization
 from booster_checkpoint.load.source import Source, is_dcp_folder
 from booster_checkpoint.run.manifest import MANIFEST
 from booster_checkpoint.save.dcp import clear_temporaries, save_dcp
@@ -72,7 +73,8 @@ def convert(
             files of a source folder, such as ``config.json``, are copied to a target folder.
         form: ``"safetensors"``, ``"bin"`` or ``"dcp"``.
         size_per_shard: Largest size of a file in a folder, in MiB.
-        dtype: Convert a model's floating tensors to this dtype. An optimizer's stay as they are.
+        dtype: Convert a model's floating tensors to this dtype, weights in block FP8 and MXFP4 included. An
+            optimizer's stay as they are.
 
     Returns:
         The sizes of the files that were written, by name.
@@ -166,6 +168,8 @@ def _write_from(
         sources = {kind: Source(source, kind) for kind in kinds}
         for opened in sources.values():
             stack.callback(opened.close)
+        if dtype is not None and MODEL in sources:
+            sources[MODEL].dequantize()
         _write(sources, folder, suffix, file_name, size_per_shard, dtype)
 
 
@@ -225,8 +229,8 @@ def _copy(place: Location, target: Location) -> None:
 
 
 def _with_dtype(place: Location, dtype: torch.dtype) -> bytes | None:
-    """Return a model's configuration with another dtype; ``None`` if it is none."""
-    config = parse_json(place.read_bytes() or b"", str(place))
+    """Return a model's configuration with another dtype, in which nothing is quantized; ``None`` if it is none."""
+    config = without_quantization(parse_json(place.read_bytes() or b"", str(place)))
     if not isinstance(config, dict):
         return None
     name = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from booster_core.plugin.option_types import check_argument_types, check_option_types
     from booster_core.plugin.placement import (
         check_no_masters,
+        holds_numbers,
         normalisation_parameters,
         place_model,
         rebind,
@@ -62,6 +63,7 @@ __all__ = [
     "check_loss",
     "check_no_masters",
     "check_option_types",
+    "holds_numbers",
     "hook_relay",
     "hookimpl",
     "installed",
@@ -101,6 +103,7 @@ _import, __dir__ = public_names(
         ".call_guard": ["through_guard"],
         ".placement": [
             "check_no_masters",
+            "holds_numbers",
             "normalisation_parameters",
             "place_model",
             "rebind",

@@ -11,7 +11,7 @@ from torch.jit import ScriptModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from booster_core.checkpoint_io import GlobalPosition
+from booster_core.checkpoint_io import keeps_position
 from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin.call_guard import was_boosted
 from booster_core.plugin.interface import Boosted, Capability, as_tuple
@@ -170,8 +170,10 @@ def check_boosted(boosted: Boosted, objects: Boosted, plugin: Plugin) -> None:
 
 
 def _is_split(loader: DataLoader[Any]) -> bool:
+    if keeps_position(loader):  # of the samples of this rank, where it is no `GlobalPosition`
+        return True
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    return isinstance(loader, GlobalPosition) or any(isinstance(each, DistributedSampler) for each in samplers)
+    return any(isinstance(each, DistributedSampler) for each in samplers)
 
 
 def _has_several_shares(plugin: Plugin) -> bool:
@@ -188,8 +190,9 @@ def _check_types(objects: Boosted) -> None:
     if objects.criterion is not None and not callable(objects.criterion):
         raise TypeError(_wrong_type("criterion", "a callable", objects.criterion))
     for loader in as_tuple(objects.dataloader):
-        if not isinstance(loader, DataLoader):
-            raise TypeError(_wrong_type("dataloader", "a torch.utils.data.DataLoader", loader))
+        if not isinstance(loader, DataLoader) and not keeps_position(loader):
+            asked = "a torch.utils.data.DataLoader, or a loader of this rank's samples with a `state_dict`"
+            raise TypeError(_wrong_type("dataloader", asked, loader))
     for scheduler in as_tuple(objects.lr_scheduler):
         if not callable(getattr(scheduler, "step", None)):
             raise TypeError(_wrong_type("lr_scheduler", "a scheduler with a `step` method", scheduler))

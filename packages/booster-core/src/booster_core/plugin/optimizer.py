@@ -102,6 +102,9 @@ class OptimizerWrapper(Optimizer):
         """Called with this optimizer and the metrics after each step, in their order; copies have none."""
         # Whether the gradients that are there have been divided by the loss scale.
         self.is_unscaled = False
+        # Whether a backward has multiplied a loss since this optimizer dropped its gradients: those that a script
+        # assigns before one have no loss scale.
+        self.is_scaled = False
         self.norm_dtype: torch.dtype | None = None
         self.before_step: list[Callable[[OptimizerWrapper], bool]] = []
         """Called with this optimizer before each update, on unscaled gradients; the step is left out where one says so,
@@ -138,7 +141,7 @@ class OptimizerWrapper(Optimizer):
     @property
     def gradient_scale(self) -> float | None:
         """By what the present gradients are multiplied, until they are unscaled; ``None`` for nothing."""
-        return None if self.is_unscaled else self.scaling.factors.scale
+        return self.scaling.factors.scale if self.is_scaled and not self.is_unscaled else None
 
     @property
     def found_overflow(self) -> bool:
@@ -223,7 +226,7 @@ class OptimizerWrapper(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients of the model."""
-        self.is_unscaled = False
+        self.is_unscaled = self.is_scaled = False
         self.scaling.forget(self)
         zero_grad_inside(self.optim, set_to_none=set_to_none)
         for parameter in self.unlisted:

@@ -93,7 +93,7 @@ def stored_dtypes(model: nn.Module, policy: PrecisionPolicy) -> Callable[[Tensor
     own = normalisation_parameters(model) if dtype in NARROW else set()
 
     def dtype_of(tensor: Tensor) -> torch.dtype:
-        is_left = dtype is None or not tensor.is_floating_point() or id(tensor) in own
+        is_left = dtype is None or not holds_numbers(tensor) or id(tensor) in own
         if is_left or (policy.follows_model and tensor.dtype == torch.float64):
             return tensor.dtype
         is_buffer = not isinstance(tensor, nn.Parameter)
@@ -103,6 +103,14 @@ def stored_dtypes(model: nn.Module, policy: PrecisionPolicy) -> Callable[[Tensor
         return dtype
 
     return dtype_of
+
+
+def holds_numbers(tensor: Tensor) -> bool:
+    """Return whether a tensor can be converted between floating formats: not bits that bitsandbytes has packed.
+
+    ``bnb_4bit_quant_storage`` keeps these in a floating format, which strategies may shard.
+    """
+    return tensor.is_floating_point() and getattr(tensor, "quant_state", None) is None
 
 
 def gradient_norm_dtype(model: nn.Module, policy: PrecisionPolicy) -> torch.dtype:

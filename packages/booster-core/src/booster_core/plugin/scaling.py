@@ -181,6 +181,7 @@ class LossFactors:
             return
         before, self.scale = self.scale, self.scaler.scale
         for optimizer in [optimizer for scaling in (*scalings, *others) for optimizer in scaling.optimizers]:
+            optimizer.is_scaled = True
             optimizer.rescale_gradients(self.scale if optimizer.is_unscaled else self.scale / (before or self.scale))
 
     def _watch(self, scaling: GradientScaling | None) -> None:

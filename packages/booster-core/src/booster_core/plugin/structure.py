@@ -35,7 +35,8 @@ class Structure:
 
     Args:
         model: The user's model, as the strategy has laid it out.
-        are_replaced: The strategy puts other objects in the place of parameters, of the same names and shapes.
+        are_replaced: The strategy puts other objects in the place of parameters, of the same names and shapes, in the
+            same modules.
     """
 
     def __init__(self, model: nn.Module, *, are_replaced: bool) -> None:
@@ -73,4 +74,9 @@ class Structure:
 
     def _parameters(self) -> dict[str, tuple[tuple[int, ...], int]]:
         named = self._model.named_parameters()
-        return {name: (tuple(each.shape), 0 if self._are_replaced else id(each)) for name, each in named}
+        return {name: (tuple(each.shape), self._identity(name, each)) for name, each in named}
+
+    def _identity(self, name: str, parameter: nn.Parameter) -> int:
+        if not self._are_replaced:
+            return id(parameter)
+        return _MARK in self._model.get_submodule(name.rpartition(".")[0]).__dict__

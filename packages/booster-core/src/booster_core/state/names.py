@@ -17,7 +17,7 @@ from torch._C import DisableTorchFunctionSubclass
 from booster_core.errors import CheckpointError, ConfigError, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -277,10 +277,14 @@ def frozen_base(model: nn.Module) -> set[int]:
     return {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
 
 
-def check_model_is_saved_whole(model: nn.Module) -> None:
+def check_model_is_saved_whole(model: nn.Module, left_out: Collection[str] = ()) -> None:
     """Raise if modules add entries to ``state_dict`` that are neither tensors of theirs nor extra state.
 
     Quantised layers do so (``weight.absmax``), by an own ``_save_to_state_dict`` or by hooks.
+
+    Args:
+        model: The model.
+        left_out: Names of tensors that are not saved, nor what is kept for these.
 
     Raises:
         CheckpointError: If so; the message names the entries.
@@ -292,11 +296,17 @@ def check_model_is_saved_whole(model: nn.Module) -> None:
     # Not by the model's own method, which may take other arguments.
     saved = nn.Module.state_dict(model, keep_vars=True)
     added = [key for key in saved if key not in known and key.rpartition(".")[2] != _EXTRA_STATE]
+    # What bitsandbytes keeps for a weight, under FSDP too, where the weight is another tensor than it was packed as.
+    packed = [name for name, module in model.named_modules() if getattr(module, "quant_state", None) is not None]
+    added = added or [f"{name}.weight.quant_state" for name in packed]
+    absent = tuple(f"{path}." for name in left_out for path in (name, named.paths.get(name, name)))
+    added = [key for key in added if not key.startswith(absent)]
     if added:
         msg = (
             f"{len(added)} entries of the model's `state_dict` would be lost: {shorten(added)}. They come from an own "
             "`_save_to_state_dict` or from hooks; checkpoints hold parameters, persistent buffers and what "
-            "`get_extra_state` returns. Keep them in one of these."
+            "`get_extra_state` returns. Keep them in one of these, or leave frozen tensors out: "
+            "`save_checkpoint(..., save_frozen=False)`, `save_lora_as_pretrained`."
         )
         raise CheckpointError(msg)
 

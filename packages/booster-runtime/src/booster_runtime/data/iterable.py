@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 def check_whole(dataset: object) -> None:
     """Raise where ranks run and a data set tells that it is split between them: to split it again would lose samples.
 
-    Those of the library ``datasets`` do, after ``split_dataset_by_node``.
+    Those of the library ``datasets`` do, after ``split_dataset_by_node``. Mixed and packed ones have others in
+    ``sources``.
 
     Raises:
         ConfigError: If so.
     """
+    sources = getattr(dataset, "sources", None)
+    for source in sources if isinstance(sources, (list, tuple)) else ():
+        check_whole(source)
     for name in ("_distributed", "distributed"):
         num_shares = getattr(getattr(dataset, name, None), "world_size", None)
         if isinstance(num_shares, int) and num_shares > 1 and current_world().world_size > 1:
@@ -114,10 +118,12 @@ class ShardedIterable(GlobalOrder, IterableDataset[Any]):
     def restore(self, state: Mapping[str, Any], *, num_workers: int, is_persistent: bool) -> None:
         """Check that a loader's position can be restored; the loader sets where the next pass starts.
 
+        That of a stream of one shard, which one rank reads by shards, counts the same samples.
+
         Raises:
             CheckpointError: If not.
         """
-        if "shards" in state:
+        if state.get("shards", (1,))[0] != 1:
             msg = (
                 "The position was saved for a stream that was read shard by shard, and this one has fewer shards than "
                 f"there are ranks that see different samples ({self.world_size}). Use fewer ranks, or more files."

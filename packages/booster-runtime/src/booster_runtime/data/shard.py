@@ -6,9 +6,17 @@ import contextlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from booster_core.checkpoint_io import GlobalPosition
+from booster_core.checkpoint_io import GlobalPosition, keeps_position
 from booster_core.errors import ConfigError
 from booster_core.plugin import as_tuple, like
 from booster_core.state import common_seed
@@ -31,6 +39,9 @@ _REMEDY = (
     "or make its sampler a `torch.utils.data.DistributedSampler`."
 )
 
+_OF_THE_WHOLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Torch's samplers that know of no ranks."""
+
 
 def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, seed: int) -> DataLoader[Any]:
     """Return a loader like the given one whose samples are split between ranks, or the loader itself where they are.
@@ -39,7 +50,8 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
     order is that of ``torch.utils.data.DistributedSampler`` where the loader shuffles or does not, and what its sampler
     draws where that is the user's, or has a generator. Each batch of a batch sampler goes to one rank, in turn; where
     some ranks would have none at the end, they get batches of the epoch's start again. The loader keeps its class and
-    attributes; one rank keeps a loader that can't be split.
+    attributes; one rank keeps a loader that can't be split. A loader that keeps a position of its own is returned as it
+    is: it has this rank's samples only.
 
     Args:
         loader: The user's loader.
@@ -50,22 +62,14 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
     Raises:
         ConfigError: If the loader can't be split: its class has its own ``__iter__``, or something else that a split
             loader needs, or batches may come in another order than they were asked for. If it is split otherwise, by a
-            ``DistributedSampler`` of other numbers.
+            ``DistributedSampler`` of other numbers. If it keeps a position of its own, and is not split.
     """
-    batch_sampler = loader.batch_sampler
-    samplers = (loader.sampler, getattr(batch_sampler, "sampler", None))
-    split_by_owner = [each for each in samplers if isinstance(each, DistributedSampler)]
-    for each in split_by_owner:
-        _check_place(each, rank, world_size)
-    if isinstance(loader, DistributedDataLoader) or split_by_owner:
+    if _is_kept(loader, rank, world_size):
         return loader
-    if own := _own_methods(type(loader)):
-        if world_size == 1:
-            return loader
-        _refuse_class(type(loader), own)
     if not loader.in_order:
         msg = "`in_order=False` of the data loader leaves open which samples a batch has. Leave it out."
         raise ConfigError(msg)
+    batch_sampler = loader.batch_sampler
     settings = {
         "rank": rank,
         "world_size": world_size,
@@ -92,6 +96,28 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
     return _like(loader, DistributedDataLoader(loader.dataset, sampler=order, **settings))
 
 
+def _is_kept(loader: Any, rank: int, world_size: int) -> bool:
+    """Return whether a loader is taken as it is: it is split already, or its one rank gets all of a class of its own.
+
+    Raises:
+        ConfigError: If it is not split in the way that it seems to be, or can't be split.
+    """
+    if not isinstance(loader, DataLoader):
+        return True
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    split_by_owner = [each for each in samplers if isinstance(each, DistributedSampler)]
+    for each in split_by_owner:
+        _check_place(each, rank, world_size)
+    if isinstance(loader, DistributedDataLoader) or split_by_owner:
+        return True
+    has_position, own = _has_own_position(loader), _own_methods(type(loader))
+    if world_size > 1 and has_position:
+        _check_own_share(loader)
+    elif world_size > 1 and own:
+        _refuse_class(type(loader), own)
+    return has_position or bool(own)
+
+
 def _check_place(sampler: DistributedSampler[Any], rank: int, world_size: int) -> None:
     """Refuse a sampler that its owner has made for other ranks, such as for all those that share a batch."""
     if (sampler.rank, sampler.num_replicas) != (rank, world_size):
@@ -100,6 +126,26 @@ def _check_place(sampler: DistributedSampler[Any], rank: int, world_size: int) -
             f"`num_replicas={sampler.num_replicas}`, but of the ranks that see different samples this is rank {rank} "
             f"of {world_size}. Samples would be seen twice, or never. Pass a loader without the sampler, which `boost` "
             "splits, or make it with these numbers."
+        )
+        raise ConfigError(msg)
+
+
+def _has_own_position(loader: object) -> bool:
+    """Return whether a loader has a position of its own, as torchdata's ``StatefulDataLoader`` has."""
+    return keeps_position(loader) and not isinstance(loader, DistributedDataLoader)
+
+
+def _check_own_share(loader: DataLoader[Any]) -> None:
+    """Refuse a loader that is taken as it is, and would show each rank samples of the whole data set."""
+    batch_sampler = loader.batch_sampler
+    sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", batch_sampler)
+    if not isinstance(loader.dataset, IterableDataset) and isinstance(sampler, _OF_THE_WHOLE):
+        msg = (
+            f"The data loader is a `{type(loader).__name__}`, whose `state_dict` is this rank's own position, so that "
+            f"it is taken as it is; but its `{type(sampler).__name__}` draws from the whole data set on every rank. "
+            "Pass `sampler=torch.utils.data.DistributedSampler(dataset)` to it, or pass a plain `DataLoader`, which "
+            "`boost` splits and gives a `state_dict` that resumes at any sample on any number of ranks. Where the data "
+            "set has this rank's samples only, leave the loader out of `boost`; `save_checkpoint` takes it."
         )
         raise ConfigError(msg)
 
@@ -117,11 +163,10 @@ def _own_methods(kind: type[DataLoader[Any]]) -> list[str]:
 
 
 def _refuse_class(kind: type[DataLoader[Any]], own: Sequence[str]) -> NoReturn:
-    has_position = " That one has a `state_dict`, which resumes at any sample." if "state_dict" in own else ""
     msg = (
         f"The data loader is a `{kind.__name__}`, whose own {', '.join(f'`{name}`' for name in own)} may not follow "
         "the split of samples between ranks. Pass a plain `DataLoader`, and wrap the loader that `boost` returns, by a "
-        f"generator or a class with an `__iter__`.{has_position} Or let this one split samples by rank itself: with a "
+        "generator or a class with an `__iter__`. Or let this one split samples by rank itself: with a "
         "`torch.utils.data.DistributedSampler`, or leave it out of `boost`."
     )
     raise ConfigError(msg)
@@ -224,9 +269,12 @@ class _Split:
 
     def _split(self, seed: int) -> dict[str, Any]:
         """Split the loader; return what ranks must have alike, and is known to be only where their seeds are."""
-        check_whole(self.given.dataset)
+        if not _has_own_position(self.given):
+            check_whole(getattr(self.given, "dataset", None))
         rank, world_size = self._plugin.data_parallel_coordinates(self._coordinator)
         self._loader = loader = split_dataloader(self.given, rank=rank, world_size=world_size, seed=seed)
+        if _has_own_position(loader):
+            return {"class of the data loader": type(loader).__name__}
         digest = loader.order_digest() if isinstance(loader, DistributedDataLoader) else None
         return {**_lengths_of(loader), "order of the data loader's sampler": digest}
 

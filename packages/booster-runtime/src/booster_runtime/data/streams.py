@@ -236,6 +236,9 @@ class StreamShards(ShardedIterable):
         """
         del num_workers
         num_shards, positions = state.get("shards", (None, {}))
+        if num_shards is None and self.num_shards == 1:  # more ranks took turns in reading it
+            num_seen = state["position"] or 0
+            num_shards, positions = 1, {"0": {"num_seen": num_seen, "position": None}} if num_seen else {}
         if num_shards != self.num_shards:
             was = "that was not read by shards" if num_shards is None else f"of {num_shards} shards"
             msg = (

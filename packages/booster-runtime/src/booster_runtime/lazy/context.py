@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from booster_core.checkpoint_io import ModelFiles
+
+_DEQUANTIZED = ("fp8", "mxfp4")
+"""What `CheckpointIO.open_model` reads the values of."""
 _OPEN: list[Recorder] = []
 """The recording of the context that the process is in, if any."""
 
@@ -160,6 +164,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
     try:
         with _recorded_trunc_normal(recorder), _Mode(recorder, files):
             yield
+        files.check_read()
     finally:
         files.restore()
 
@@ -192,73 +197,130 @@ def _recorded_trunc_normal(recorder: Recorder) -> Iterator[None]:
 class _RecordedFiles:
     """Lets transformers' ``from_pretrained`` get lazy tensors, until `restore`.
 
-    Other threads open files as ever: what they read is not this context's model.
+    Weights that are released in 8 or 4 bits come as the values that they stand for, so that ranges of them can be read:
+    transformers fills a model without quantization. Other threads open files as ever: what they read is not this
+    context's model.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._owner = threading.get_ident()
         self._modeling: Any = None
-        self._original: Any = None
+        self._originals: dict[str, Any] = {}
+        self._is_dequantized = self._is_awaited = False
+        self._folders: dict[Path, ModelFiles] = {}
 
     def replace(self) -> None:
-        """Replace ``safe_open`` in transformers' own module, once that is imported."""
+        """Replace in transformers' own module, once that is imported, what opens files and what chooses a quantizer."""
         modeling: Any = sys.modules.get("transformers.modeling_utils")
         if self._modeling is None and hasattr(modeling, "safe_open"):
-            self._modeling, self._original = modeling, modeling.safe_open
-            self._modeling.safe_open = self._open
+            self._modeling = modeling
+            for name, own in (("safe_open", self._open), ("get_hf_quantizer", self._choose_quantizer)):
+                if hasattr(modeling, name):
+                    self._originals[name] = getattr(modeling, name)
+                    setattr(modeling, name, own)
 
     def restore(self) -> None:
-        """Put the original back."""
-        if self._modeling is not None:
-            self._modeling.safe_open = self._original
+        """Put the originals back."""
+        for name, original in self._originals.items():
+            setattr(self._modeling, name, original)
+
+    def check_read(self) -> None:
+        """Raise where a quantized model was read past this object: without its scales."""
+        if self._is_awaited:
+            msg = (
+                "The weights of this model are quantized, and transformers has read them by another way than "
+                "safetensors files of a local folder. Leave out `disable_mmap`, or call `from_pretrained` outside of "
+                "`LazyInitContext` with a `quantization_config` that has `dequantize=True`."
+            )
+            raise LazyInitError(msg)
+
+    def _choose_quantizer(self, config: Any, asked: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.check_read()
+        places = [each for each in (config, config.get_text_config(decoder=True)) if _method_of(each) is not None]
+        is_own = threading.get_ident() == self._owner
+        self._is_dequantized = self._is_awaited = is_own and bool(places) and _method_of(places[0]) in _DEQUANTIZED
+        if self._is_dequantized:
+            asked = None
+            for place in places:
+                vars(place).pop("quantization_config", None)  # the text model's configuration may be the model's
+        return self._originals["get_hf_quantizer"](config, asked, *args, **kwargs)
 
     def _open(self, filename: Any, framework: str = "pt", *args: Any, **kwargs: Any) -> Any:
-        opened = self._original(filename, framework, *args, **kwargs)
+        opened = self._originals["safe_open"](filename, framework, *args, **kwargs)
         device = kwargs.get("device", args[0] if args else "cpu")
         is_torch = framework in ("pt", "torch", "pytorch")
         if threading.get_ident() == self._owner and is_torch and str(device) == "cpu":
-            return _LazyFile(opened, Path(filename), self._recorder)
+            path, self._is_awaited = Path(filename), False
+            if not self._is_dequantized:
+                return _LazyFile(opened, checkpoint_io_class().open_model(path.resolve()), self._recorder)
+            folder = path.absolute().parent  # where the scales are, perhaps in another file; links lead elsewhere
+            if folder not in self._folders:
+                self._folders[folder] = checkpoint_io_class().open_model(folder, dequantized=True)
+            return _LazyFile(opened, self._folders[folder], self._recorder)
         return opened
 
 
-class _LazyFile:
-    """What ``safe_open`` returns, with lazy tensors in it."""
+def _method_of(config: Any) -> str | None:
+    """Return how the weights are quantized that a model's configuration belongs to."""
+    settings = getattr(config, "quantization_config", None)
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return getattr(method, "value", method)
 
-    def __init__(self, opened: Any, path: Path, recorder: Recorder) -> None:
-        self._opened = opened
+
+class _LazyFile:
+    """What ``safe_open`` returns, with lazy tensors in it.
+
+    Args:
+        opened: The file, as transformers opens it.
+        files: Its tensors and perhaps those of others in its folder, by the names that they have here.
+        recorder: The recording.
+    """
+
+    def __init__(self, opened: Any, files: ModelFiles, recorder: Recorder) -> None:
+        self.opened = opened
+        self.files = files
         self._recorder = recorder
-        self._files = checkpoint_io_class().open_model(path.resolve())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._opened.__exit__(*exception)
+        self.opened.__exit__(*exception)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._opened, name)
+        return getattr(self.opened, name)
+
+    def keys(self) -> list[str]:
+        names = {key if key in self.files.tensors else key.removesuffix("_blocks"): None for key in self.opened.keys()}  # noqa: SIM118 - no dict
+        return [name for name in names if name in self.files.tensors]
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        return record_read(self._recorder, self._files, name)
+        return record_read(self._recorder, self.files, name)
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
-        return {name: self.get_tensor(name) for name in self._opened.keys()}  # noqa: SIM118 - no dict, it has no iterator
+        return {name: self.get_tensor(name) for name in self.keys()}
 
     def get_slice(self, name: str) -> _LazySlice:
-        return _LazySlice(self._opened.get_slice(name), self, name)
+        return _LazySlice(self, name)
 
 
 class _LazySlice:
     """What ``get_slice`` returns, with lazy tensors in it."""
 
-    def __init__(self, opened: Any, file: _LazyFile, name: str) -> None:
-        self._opened = opened
+    def __init__(self, file: _LazyFile, name: str) -> None:
         self._file = file
         self._name = name
+        self._meta = file.files.tensors[name]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._opened, name)
+    def get_shape(self) -> list[int]:
+        return list(self._meta.shape)
+
+    def get_dtype(self) -> str:
+        if self._meta.dtype == torch.float32:  # also where it is quantized in the file
+            return "F32"
+        name: str = self._file.opened.get_slice(self._name).get_dtype()
+        return name
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor = self._file.get_tensor(self._name)

@@ -7,6 +7,7 @@ ranges, or an eager model's parameters on the host (`host.py`).
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -303,22 +304,26 @@ def _read_directly(recorder: Recorder, holders: Sequence[LazyHolder], filling: F
     with recorder.files.kept_open():
         for holder in holders:
             shards, read = filling.shards_of(holder), reads.get(holder.ref.slot)
-            if shards is None or read is None or not _can_read(holder, read, shards):
+            if shards is None or read is None or not _can_read(holder, read):
                 left.append(holder)
                 continue
-            files = read.open()
+            files, dtype = read.open(), holder.ref.dtype
             for shard in shards:
                 filling.announce(shard)
-                files.read(read.name, shard)
+                if dtype in (read.meta.dtype, shard.dtype):
+                    files.read(read.name, shard)
+                else:  # rounded to the model's format before the shard's
+                    rounded = torch.empty_like(shard.data.detach(), dtype=dtype)
+                    files.read(read.name, replace(shard, dtype=dtype, data=rounded))
+                    shard.data.detach().copy_(rounded)
     return left
 
 
-def _can_read(holder: LazyHolder, read: FileRead, shards: Sequence[TensorShard]) -> bool:
+def _can_read(holder: LazyHolder, read: FileRead) -> bool:
     """Return whether a tensor is a file's tensor as a whole, so that converting its parts converts it."""
     ref = holder.ref
     geometry = torch.empty_strided(ref.size, ref.stride, device="meta")
-    is_whole = ref.size == read.meta.shape and ref.offset == 0 and geometry.is_contiguous()
-    return is_whole and all(ref.dtype in (read.meta.dtype, shard.dtype) for shard in shards)
+    return ref.size == read.meta.shape and ref.offset == 0 and geometry.is_contiguous()
 
 
 def _hand_over(holders: Sequence[LazyHolder], storage: torch.UntypedStorage, filling: Filling) -> bool:

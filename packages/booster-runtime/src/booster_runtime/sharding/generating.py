@@ -48,7 +48,8 @@ class _Together:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)  # which has this
-        self.__wrapped__ = type(model).generate  # type: ignore[attr-defined]
+        # What torch's FSDP has put in place of the class's gathers what no unit holds.
+        self.__wrapped__ = getattr(model.generate, "__func__", type(model).generate)  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("synced_gpus", dist.get_world_size() > 1)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.plugin import normalisation_parameters
+from booster_core.plugin import holds_numbers, normalisation_parameters
 from booster_core.precision import NARROW
 from booster_core.state import frozen_base
 
@@ -35,7 +35,7 @@ def working_dtypes(model: nn.Module, policy: PrecisionPolicy) -> Callable[[nn.Pa
         kept = normalisation_parameters(model) | (set() if policy.is_pure else frozen_base(model))
 
     def dtype_of(parameter: nn.Parameter) -> torch.dtype:
-        is_left = not parameter.is_floating_point() or id(parameter) in kept
+        is_left = not holds_numbers(parameter) or id(parameter) in kept
         if dtype is None or is_left or (policy.follows_model and parameter.dtype == torch.float64):
             return parameter.dtype
         return dtype

@@ -139,7 +139,7 @@ class Monitor:
         call, answer = Point(name, count, None if ranks is None else tuple(ranks)), None
         with self._ask_lock, contextlib.suppress(queue.Empty):
             if not self._is_off:
-                self._send(type="where", record=_progress(), call=call)
+                self._tell("where", call=call)
                 deadline = time.monotonic() + self._ask_seconds
                 while (answer := self._answers.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
                     if answer["call"] == [name, count]:  # else to a question that was given up
@@ -166,7 +166,7 @@ class Monitor:
         text = f"{type(error).__name__}: {error}"
         self._write_error_file(text, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
         shortened = text if len(text) <= _MAX_TEXT_CHARS else f"{text[:_MAX_TEXT_CHARS]} ..."
-        self._send(type="failed", text=shortened, record=_progress())
+        self._tell("failed", text=shortened)
         threading.Thread(target=self._end_failed, name="booster end", daemon=True).start()
         return True
 
@@ -196,7 +196,7 @@ class Monitor:
         """Say that this process makes no collective call any more, though it may wait for others to end."""
         if not self._is_ending and not self.is_failing:
             self._is_ending = True
-            self._send(type="ending", record=_progress(self._recorder.read()))
+            self._tell("ending", self._recorder.read())
 
     def close(self) -> None:
         """Say goodbye: this process ends normally, or at least by its own decision."""
@@ -268,7 +268,7 @@ class Monitor:
             seconds = 0.0
         if now >= self._sent_at + (self._beat_seconds if place == self._sent_place else self._place_seconds):
             self._sent_at, self._sent_place = now, place
-            self._send(type="here", record=_progress(self._recording, seconds))
+            self._tell("here", self._recording, seconds)
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         """Act on a message of the server."""
@@ -333,6 +333,12 @@ class Monitor:
             Path(self._error_file).write_text(
                 json.dumps({"message": {"message": summary, "extraInfo": extra}}), encoding="utf-8"
             )
+
+    def _tell(self, kind: str, recording: Recording | None = None, seconds: float = 0.0, **message: Any) -> None:
+        """Say something, and where this rank is when it is said: two threads do, and the last record is what counts."""
+        with self._send_lock, contextlib.suppress(OSError):
+            record = _progress(recording, seconds)
+            self._connection.sendall(encode({"type": kind, "record": record, **message}))
 
     def _send(self, **message: Any) -> None:
         # A server that is gone is noticed by the thread that listens to it.
