@@ -97,8 +97,8 @@ F4 = {"dtype": "F32", "shape": [2, 2]}
         ("load_optimizer", "absent", "There is no optimizer checkpoint at"),
         ("load_model", "empty", "holds no model checkpoint; it holds nothing"),
         ("load_model", "file/below", "There is no model checkpoint at"),
-        ("save_model", "empty", "is a folder, but a file is to be written"),
-        ("save_optimizer", "empty", "is a folder, but a file is to be written"),
+        ("save_model", "empty", "is a folder, but this call writes a file"),
+        ("save_optimizer", "empty", "is a folder, but this call writes a file"),
         ("save_model", "file/below.safetensors", "A part of the path is a file"),
     ],
 )

@@ -217,7 +217,7 @@ def _place(part: Part, path: Location, request: SaveRequest) -> tuple[Location, 
         return path, lambda: _check_is_no_file(path, "`shard=True` writes a folder. Pass another path or `shard=False`")
     if isinstance(part, ModelPart) and part.is_pretrained and path.suffix not in _SUFFIXES:
         part.is_alone = True
-        why = f"a folder as `from_pretrained` reads it is to be written. Pass another path, or '{path}{names.suffix}'"
+        why = f"this call writes a folder for `from_pretrained`. Pass another path, or '{path}{names.suffix}'"
         return path, lambda: _check_is_no_file(path, why)
     if names.prefix is not None:
         msg = (
@@ -248,6 +248,6 @@ def _check_is_no_file(path: Location, why: str) -> None:
 def _check_is_no_folder(path: Location) -> None:
     if path.is_folder():
         msg = (
-            f"Checkpoint path '{path}' is a folder, but a file is to be written. Pass a file's path (or `shard=True`)."
+            f"Checkpoint path '{path}' is a folder, but this call writes a file. Pass a file's path (or `shard=True`)."
         )
         raise CheckpointError(msg)

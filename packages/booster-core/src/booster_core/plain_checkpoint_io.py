@@ -139,7 +139,7 @@ class PlainCheckpointIO(CheckpointIO):
         if path.suffix in _TORCH_SUFFIXES:
             raise ConfigError(needs_checkpoint(f"Files that end in '{path.suffix}', such as '{path}', are written"))
         if path.is_dir():
-            msg = f"Checkpoint path '{path}' is a folder, but a file is to be written there. Pass another path."
+            msg = f"Checkpoint path '{path}' is a folder, but this call writes a file there. Pass another path."
             raise CheckpointError(msg)
         return path
 

@@ -46,7 +46,7 @@ class PipelineConfig:
             ranks where neither this nor ``microbatch_size`` is given.
         microbatch_size: Samples in each part but the last, which may have fewer; another way to say it.
         style: Order of the parts' forwards and backwards: one of `booster_hybrid.pipeline.schedule.STYLES`.
-        num_model_chunks: Stages on each rank: 1, but for ``"interleaved"`` (2 or more; 2 by default) and
+        num_model_chunks: Stages on each rank: 1, except for ``"interleaved"`` (2 or more; 2 by default) and
             ``"zbv"`` (2).
         num_layers_per_stage: Number of layers of each stage, in their order; ``None`` shares them out.
         checkpoint_ratio: Which part of each stage's layers, 0 to 1, keeps only its inputs and is recomputed in

@@ -42,7 +42,7 @@ def convert_to_float8(
     Args:
         model: The user's model.
         by: Which layers: a function of a linear layer's name and the layer. By default all whose sizes are multiples of
-            16, but for the output head of a transformers model.
+            16, except the output head of a transformers model.
         config: torchao's settings; scales per tensor by default. With ``emulate=True`` any device computes what the
             units would, slowly, for tests.
 

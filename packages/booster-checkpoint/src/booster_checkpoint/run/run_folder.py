@@ -332,7 +332,7 @@ class LocalRun(_Run[LocalLocation]):
     @override
     def prepare_new_folder(self, step: int, hold: Callable[[], None]) -> Location:
         if self.root.size() is not None:
-            msg = f"'{self}' is a file, but a folder of checkpoints is to be written there. Pass another path."
+            msg = f"'{self}' is a file, but checkpoints need a folder there. Pass another path."
             raise CheckpointError(msg)
         names = self.root.children()
         if names:
@@ -364,7 +364,7 @@ class StoredRun(_Run[StoredLocation]):
     @override
     def prepare_new_folder(self, step: int, hold: Callable[[], None]) -> Location:
         if self.root.size() is not None:
-            msg = f"'{self}' is a file, but a folder of checkpoints is to be written there. Pass another URL."
+            msg = f"'{self}' is a file, but checkpoints need a folder there. Pass another URL."
             raise CheckpointError(msg)
         taken = self.root.children()
         if taken:

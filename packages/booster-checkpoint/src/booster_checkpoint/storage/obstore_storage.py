@@ -280,7 +280,7 @@ class _ObjectStream:
 
     def close(self) -> None:
         if self._missing_bytes:
-            msg = f"{self._missing_bytes} bytes are missing of a file that is to be made visible."
+            msg = f"{self._missing_bytes} bytes of a file are missing, so that it can't be made visible."
             raise CheckpointError(msg)
         try:
             if self._is_small:

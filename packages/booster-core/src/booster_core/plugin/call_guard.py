@@ -70,8 +70,8 @@ class _Steps:
         if not self.guard.is_open:
             name = type(optimizer).__name__
             msg = (
-                f"`{name}.step` was called on the optimizer that was passed to `boost`, which does not see the run's "
-                "gradients as they are to be stepped with. Call `step` of the optimizer that `boost` returned: "
+                f"`{name}.step` was called on the optimizer that was passed to `boost`, which does not see the "
+                "gradients of the run. Call `step` of the optimizer that `boost` returned: "
                 "`model, optimizer, *_ = booster.boost(model, optimizer)`."
             )
             raise ConfigError(msg)

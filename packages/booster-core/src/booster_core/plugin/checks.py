@@ -56,8 +56,8 @@ def check_arguments(objects: Boosted, plugin: Plugin | None = None) -> None:
         name = own_class(unwrap_model(model)).__name__
         msg = (
             f"This `{name}` is already boosted, by this Booster or another, and its parameters are where that `boost` "
-            "has put them. Use what it returned: pass a model to `boost` once, with an optimizer of all that is to be "
-            "trained (parameter groups may have settings of their own). For another optimizer or plugin later, save "
+            "has put them. Use what it returned: pass a model to `boost` once, with an optimizer of all that it "
+            "trains (parameter groups may have settings of their own). For another optimizer or plugin later, save "
             "the boosted model by `booster.save_model`, build a new one, `boost` that, and load it by "
             "`booster.load_model`; or `boost` a `copy.deepcopy` that was made before."
         )

@@ -116,7 +116,8 @@ class ParameterHooks:
                 parts += [part for part in module.modules() if part is not module]
                 compiled.update(parts)
             RemovableHandle.next_id = first_id  # the compiler compiles again for modules whose hooks have other numbers
-            used = with_model if module is model and with_model else module.parameters(recurse=len(parts) > 1)
+            is_whole = len(parts) > 1
+            used = with_model if module is model and with_model and not is_whole else module.parameters(is_whole)
             own = tuple(gatherer.layout.index_of[id(parameter)] for parameter in used)
             inside = [gatherer.layout.index_of[id(each)] for part in parts for each in leaves.get(part, ())]
             leaf = LeafUse(gatherer, inside, on_passed) if inside else None
