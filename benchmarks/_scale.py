@@ -35,7 +35,7 @@ from booster_core.ranks import DistCoordinator, Environment, close_world, open_w
 from booster_core.ranks.meeting import Meeting
 from booster_core.ranks.store import distinct_names, hosts_of, local_rank_of, meet_at_launch
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime.sharding import RaisedAnywhere
+from booster_runtime.sharding import AnyRankFlags
 
 MESHES = {
     16: {"dp": 2, "pp": 2, "sp": 2, "tp": 2},
@@ -161,7 +161,7 @@ def launch_and_boost(rank: int, world_size: int, said: list[object]) -> Cost:
     with (
         mock.patch.object(dist, "new_group", counted),
         mock.patch.object(dist, "broadcast_object_list", send),
-        mock.patch.object(RaisedAnywhere, "wait", lambda self: bytes(self._flags)),
+        mock.patch.object(AnyRankFlags, "wait", lambda self: bytes(self._flags)),
         contextlib.closing(_World()),
     ):
         DistCoordinator().block_all(name="launch")

@@ -10,8 +10,8 @@ import torch
 from resumable import ResumableRun as Run
 from tests.shared.s3_server import Fault, environment, need_server
 
+from booster_checkpoint.run.checkpoint_root import open_run
 from booster_checkpoint.run.manifest import verify_folder
-from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import locate, obstore_storage
 from booster_core.errors import CheckpointUnreadableError, StorageUnreachableError
 

@@ -11,7 +11,7 @@ import pytest
 from folder_storage import FolderStorage
 from resumable import ResumableRun as Run
 
-from booster_checkpoint.run.run_folder import open_run
+from booster_checkpoint.run.checkpoint_root import open_run
 from booster_core.errors import CheckpointError
 
 

@@ -8,7 +8,7 @@ import pytest
 from resumable import ResumableRun as Run
 
 from booster_checkpoint.run import lease
-from booster_checkpoint.run.run_folder import LocalRun
+from booster_checkpoint.run.checkpoint_root import LocalRun
 from booster_checkpoint.storage import LocalLocation
 from booster_core.errors import CheckpointError
 from booster_testing import expect_on_ranks, run_on_ranks

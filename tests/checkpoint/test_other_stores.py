@@ -22,8 +22,8 @@ from free_ports import free_port
 from resumable import ResumableRun as Run
 from tests.shared.s3_server import Proxy, need_server, running_s3_server
 
+from booster_checkpoint.run.checkpoint_root import open_run
 from booster_checkpoint.run.manifest import verify_folder
-from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import locate, obstore_storage
 
 pytest.importorskip("obstore", reason="obstore is what reaches these stores")

@@ -15,8 +15,8 @@ from resumable import ResumableRun as Run
 
 import booster_runtime
 from booster_checkpoint.files.checksums import Block
+from booster_checkpoint.run.checkpoint_root import open_run
 from booster_checkpoint.run.manifest import FileEntry, Manifest
-from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import leaves_folder, locate, storage_for
 from booster_checkpoint.storage.fsspec_storage import storage_of_driver
 from booster_core.checkpoint_io import local_path, scheme_of

@@ -16,8 +16,8 @@ from resumable import ResumableRun as Run
 
 import booster_runtime
 from booster_checkpoint.run import manifest
+from booster_checkpoint.run.checkpoint_root import LocalRun
 from booster_checkpoint.run.manifest import verify_folder
-from booster_checkpoint.run.run_folder import LocalRun
 from booster_checkpoint.save import in_place
 from booster_checkpoint.storage import LocalLocation
 from booster_core.errors import CheckpointError, CheckpointUnreadableError, MissingRanksError

@@ -13,16 +13,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import AbsentValueError
-from booster_hybrid.pipeline.absent import Form, Forms, absent_like, as_absent, is_absent
-from booster_hybrid.pipeline.stage_run import AbsentCalls, StageRun
+from booster_hybrid.pipeline.absent import ActivationMeta, MetaCache, absent_like, as_absent, is_absent
+from booster_hybrid.pipeline.stage_forward import AbsentCalls, StageForwardMode
 
 
 def absent(*shape, dtype=torch.float32, grad=False):
-    return absent_like(Form.of(torch.empty(shape, dtype=dtype, requires_grad=grad)), "layer 'layers.0'")
+    return absent_like(ActivationMeta.of(torch.empty(shape, dtype=dtype, requires_grad=grad)), "layer 'layers.0'")
 
 
 def stage_run(model=None):
-    return StageRun(model or nn.Module(), Forms(), None)
+    return StageForwardMode(model or nn.Module(), MetaCache(), None)
 
 
 READS = {
@@ -87,7 +87,7 @@ def test_functions_return_absent_values_of_the_right_form(name):
             found = pytree.tree_leaves(FUNCTIONS[name](absent(3, 4, grad=real.requires_grad), known))
         for one, two in zip(found, expected, strict=True):
             assert is_absent(one)
-            assert Form.of(one) == Form.of(two)
+            assert ActivationMeta.of(one) == ActivationMeta.of(two)
 
 
 def test_what_looks_at_forms_alone_is_known():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.schedule import COSTS, Action, Event, Placement, Schedule, Work, make_schedule
+from booster_hybrid.pipeline.schedule import COSTS, Action, ActionKind, Event, Placement, Schedule, make_schedule
 
 _STYLES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)])
 
@@ -33,9 +33,9 @@ def test_every_schedule_runs_without_deadlock(style, num_ranks, num_microbatches
 @given(_STYLES, st.integers(1, 6), st.integers(1, 14))
 def test_every_microbatch_passes_every_stage_once(style, num_ranks, num_microbatches):
     schedule = make_schedule(style[0], num_ranks, num_microbatches, style[1])
-    kinds = [Work.FORWARD, Work.BACKWARD]
+    kinds = [ActionKind.FORWARD, ActionKind.BACKWARD]
     if style[0] == "zbv":
-        kinds = [Work.FORWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT]
+        kinds = [ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT]
     for rank in range(num_ranks):
         expected = {
             Action(kind, stage, microbatch)
@@ -106,7 +106,7 @@ def test_gradients_of_a_stage_come_in_the_order_of_its_microbatches(style, num_r
     schedule = make_schedule(style[0], num_ranks, num_microbatches, style[1])
     for rank in range(num_ranks):
         for stage in schedule.placement.stages_of(rank):
-            for work in (Work.BACKWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT):
+            for work in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT):
                 order = [each.microbatch for each in schedule.actions(rank) if (each.work, each.stage) == (work, stage)]
                 assert order == sorted(order)
 
@@ -160,7 +160,9 @@ def test_gpipe_does_all_forwards_before_all_backwards(num_ranks, num_microbatche
     schedule = make_schedule("gpipe", num_ranks, num_microbatches)
     for rank in range(num_ranks):
         assert schedule.actions(rank) == [
-            Action(work, rank, each) for work in (Work.FORWARD, Work.BACKWARD) for each in range(num_microbatches)
+            Action(work, rank, each)
+            for work in (ActionKind.FORWARD, ActionKind.BACKWARD)
+            for each in range(num_microbatches)
         ]
         assert schedule.peak_live(rank) == num_microbatches
 
@@ -172,8 +174,8 @@ def test_1f1b_takes_turns_after_a_forward_for_each_stage_that_follows(num_ranks,
     for rank in range(num_ranks):
         warm_up = num_ranks - rank - 1
         assert schedule.actions(rank) == _in_turns(
-            [Action(Work.FORWARD, rank, each) for each in range(num_microbatches)],
-            [Action(Work.BACKWARD, rank, each) for each in range(num_microbatches)],
+            [Action(ActionKind.FORWARD, rank, each) for each in range(num_microbatches)],
+            [Action(ActionKind.BACKWARD, rank, each) for each in range(num_microbatches)],
             warm_up,
         )
 
@@ -188,8 +190,8 @@ def test_interleaved_chunks_take_turns_in_the_order_of_the_paper(num_chunks, num
         for first in range(0, num_microbatches, num_ranks):
             for chunk in range(num_chunks):
                 for each in range(first, first + num_ranks):
-                    forwards.append(Action(Work.FORWARD, chunk * num_ranks + rank, each))
-                    backwards.append(Action(Work.BACKWARD, (num_chunks - 1 - chunk) * num_ranks + rank, each))
+                    forwards.append(Action(ActionKind.FORWARD, chunk * num_ranks + rank, each))
+                    backwards.append(Action(ActionKind.BACKWARD, (num_chunks - 1 - chunk) * num_ranks + rank, each))
         warm_up = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks
         actions = _in_turns(forwards, backwards, warm_up)
         assert schedule.actions(rank) == [each for each in actions if each.microbatch < num_microbatches]
@@ -204,7 +206,14 @@ def _in_turns(forwards, backwards, warm_up):
 
 
 def test_the_peak_may_come_after_backwards():
-    works = [Work.FORWARD, Work.BACKWARD, Work.FORWARD, Work.FORWARD, Work.BACKWARD, Work.BACKWARD]
+    works = [
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD,
+        ActionKind.FORWARD,
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD,
+        ActionKind.BACKWARD,
+    ]
     events = [Event(Action(work, 0, 0), time, time + 1) for time, work in enumerate(works)]
     assert Schedule(Placement(1), 3, [events]).peak_live(0) == 2
 
@@ -217,7 +226,7 @@ def test_the_v_alone_splits_backward(num_ranks):
 
 
 def test_kinds_of_work_have_the_names_that_records_show():
-    assert [work.value for work in Work] == ["forward", "backward", "backward_input", "backward_weight"]
+    assert [work.value for work in ActionKind] == ["forward", "backward", "backward_input", "backward_weight"]
 
 
 def test_a_schedule_is_shown_without_its_events():
@@ -253,9 +262,9 @@ def test_a_style_says_how_many_chunks_it_takes(style, num_chunks, message):
 def _needs(action: Action, last: int) -> set[Action]:
     """State the dependencies independently, from the definition of a pipeline."""
     work, stage, microbatch = action.work, action.stage, action.microbatch
-    if work is Work.FORWARD:
-        return {Action(Work.FORWARD, stage - 1, microbatch)} if stage else set()
-    if work is Work.BACKWARD_WEIGHT:
-        return {Action(Work.BACKWARD_INPUT, stage, microbatch)}
+    if work is ActionKind.FORWARD:
+        return {Action(ActionKind.FORWARD, stage - 1, microbatch)} if stage else set()
+    if work is ActionKind.BACKWARD_WEIGHT:
+        return {Action(ActionKind.BACKWARD_INPUT, stage, microbatch)}
     after = {Action(work, stage + 1, microbatch)} if stage < last else set()
-    return after | {Action(Work.FORWARD, stage, microbatch)}
+    return after | {Action(ActionKind.FORWARD, stage, microbatch)}

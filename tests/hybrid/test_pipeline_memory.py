@@ -9,7 +9,7 @@ from kept_activations import Kept, Layers
 
 from booster_hybrid.config import PipelineConfig
 from booster_hybrid.pipeline.cut import StagedModel, share_layers
-from booster_hybrid.pipeline.p2p import Link, make_channels
+from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.stages import find_cuts
@@ -17,7 +17,7 @@ from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_testing import run_on_ranks
 
 
-class CountingLink(Link):
+class CountingLink(P2PChannel):
     """Counts the messages whose tensors are kept alive."""
 
     kept = peak = 0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
+from booster_hybrid.pipeline.per_sample import BatchDimensions, lengths_of
 
 
 class Model(nn.Module):
@@ -25,19 +25,19 @@ def weights(length):
 
 @pytest.mark.parametrize("example", [{"x": torch.zeros(2, 3)}, batch(4)], ids=["inputs", "same size"])
 def test_vectors_of_the_criterion_are_refused_where_no_other_size_was_seen(example):
-    entries = SampleEntries(Model(), [lengths_of(example)])
+    entries = BatchDimensions(Model(), [lengths_of(example)])
     with pytest.raises(ConfigError, match=r"\['weights'\] of shape \(4,\) may have an .*`example_batch`"):
         entries.check(batch(4, **weights(4)), 4)
 
 
 def test_vectors_that_have_grown_with_the_batch_are_cut():
-    entries = SampleEntries(Model(), [lengths_of(batch(2, **weights(2)))])
+    entries = BatchDimensions(Model(), [lengths_of(batch(2, **weights(2)))])
     for count in (4, 4, 3, 2):
         entries.check(batch(count, **weights(count)), count)
 
 
 def test_vectors_that_have_not_grown_with_the_batch_are_refused():
-    entries = SampleEntries(Model(), [lengths_of(batch(2, **weights(4)))])
+    entries = BatchDimensions(Model(), [lengths_of(batch(2, **weights(4)))])
     message = r"\['weights'\] has 4 entries in batches in which \['x'\] has 2 and 4\..*belongs into the criterion"
     with pytest.raises(ConfigError, match=message):
         entries.check(batch(4, **weights(4)), 4)
@@ -45,7 +45,7 @@ def test_vectors_that_have_not_grown_with_the_batch_are_refused():
 
 def test_integers_that_have_not_grown_with_the_batch_are_refused():
     table = {"groups": torch.arange(4)}
-    entries = SampleEntries(Model(), [lengths_of(batch(2, **table))])
+    entries = BatchDimensions(Model(), [lengths_of(batch(2, **table))])
     with pytest.raises(ConfigError, match=r"\['groups'\] has 4 entries"):
         entries.check(batch(4, **table), 4)
 
@@ -63,19 +63,19 @@ def test_integers_that_have_not_grown_with_the_batch_are_refused():
     ids=["one tensor", "one vector", "labels", "like the input", "not cut", "inputs"],
 )
 def test_inputs_labels_and_what_is_not_cut_need_no_other_size(given):
-    SampleEntries(Model(), []).check(given, 4)
+    BatchDimensions(Model(), []).check(given, 4)
 
 
 def test_vectors_that_forward_takes_need_another_size():
-    entries = SampleEntries(Model(), [lengths_of({"x": torch.zeros(2, 3)})])
+    entries = BatchDimensions(Model(), [lengths_of({"x": torch.zeros(2, 3)})])
     with pytest.raises(ConfigError, match=r"\['times'\] of shape \(4,\)"):
         entries.check(batch(4, times=torch.zeros(4)), 4)
-    known = SampleEntries(Model(), [lengths_of({"x": torch.zeros(2, 3), "times": torch.zeros(2)})])
+    known = BatchDimensions(Model(), [lengths_of({"x": torch.zeros(2, 3), "times": torch.zeros(2)})])
     known.check(batch(4, times=torch.zeros(4)), 4)
 
 
 def test_a_smaller_batch_in_between_shows_what_is_for_each_sample():
-    entries = SampleEntries(Model(), [lengths_of({"x": torch.zeros(2, 3)})])
+    entries = BatchDimensions(Model(), [lengths_of({"x": torch.zeros(2, 3)})])
     entries.check(batch(3), 3)
     with pytest.raises(ConfigError, match="may have an entry for each sample"):
         entries.check(batch(4, **weights(4)), 4)

@@ -13,7 +13,7 @@ from model_zoo import get_model
 from booster_core.errors import ConfigError
 from booster_hybrid.config import PipelineConfig
 from booster_hybrid.pipeline.cut import share_layers
-from booster_hybrid.pipeline.p2p import Link, make_channels
+from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
@@ -71,7 +71,7 @@ def compare(name, style, num_chunks, num_microbatches):
     schedule = make_schedule(style, size, num_microbatches, num_chunks)
     config = PipelineConfig(size=size, style=style, num_model_chunks=num_chunks if style == "interleaved" else None)
     stages, names = staged(model, parts[0], config, rank)
-    link = Link(names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))
+    link = P2PChannel(names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))
     fired: dict[str, int] = {}
     for key, parameter in model.named_parameters():
         if not parameter.requires_grad:

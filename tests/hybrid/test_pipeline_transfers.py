@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from matrix import matrix
 
-from booster_hybrid.pipeline.p2p import Link, make_channels
+from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
 from booster_testing import run_on_ranks
 
 LARGE = (1024, 1024)
 """4 MiB: more than what travels before anybody has asked for it."""
 
 
-class CountingLink(Link):
+class CountingLink(P2PChannel):
     """Counts the elements that are asked for and not received yet."""
 
     asked = peak = 0

@@ -18,13 +18,13 @@ from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.config import PipelineConfig
 from booster_hybrid.pipeline.cut import StagedModel, share_layers
-from booster_hybrid.pipeline.p2p import Link, make_channels
+from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.stages import find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import policy_for
-from booster_hybrid.skipped_layers import kept_generators
+from booster_hybrid.skipped_layers import preserve_generators
 from booster_hybrid.tensor_parallel import linear
 from booster_runtime import full_gradient
 from booster_runtime.activations import enable_activation_checkpointing
@@ -57,7 +57,7 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
     """Run one batch through the V; return how often each gradient was accumulated, and the run."""
     rank, size = dist.get_rank(), dist.get_world_size()
     schedule = make_schedule("zbv", size, len(parts), 2)
-    with kept_generators():
+    with preserve_generators():
         cuts = find_cuts(model, policy_for(model).layers, parts[0], PipelineConfig(size=size, style="zbv"), trains=True)
     ranges = share_layers(len(cuts.trace.layers), 2 * size)
     split = SplitBackward(model) if is_split else None
@@ -66,7 +66,7 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
     )
     if is_checkpointed:
         enable_activation_checkpointing(model)
-    link = Link(cuts.sent_names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))
+    link = P2PChannel(cuts.sent_names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))
     fired: dict[str, int] = collections.Counter()
     for key, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -308,13 +308,13 @@ class Crossed(Gated):
 
 
 def test_layers_of_a_narrow_lazy_model_are_called_as_it_calls_them():
-    class Crossing(Model):
+    class BoundarySpec(Model):
         def forward(self, ids):
             one, two = self.blocks
             x = self.tokens(ids)
             return self.head(two(one(x), x))
 
-    model = Crossing(blocks=(Scaled(), Crossed())).bfloat16()
+    model = BoundarySpec(blocks=(Scaled(), Crossed())).bfloat16()
     for each in model.parameters():
         each.data = torch.zeros((), dtype=torch.bfloat16).expand(each.shape)
     down = ModuleRule("blocks.*.down", Style.ROW)

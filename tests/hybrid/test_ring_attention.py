@@ -17,7 +17,7 @@ from thread_ranks import on_threads
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel import blocks, head_groups
 from booster_hybrid.sequence_parallel.explicit_scores import ExplicitScores
-from booster_hybrid.sequence_parallel.head_groups import computed_groups, travelling_groups
+from booster_hybrid.sequence_parallel.head_groups import computed_groups, head_chunks
 from booster_hybrid.sequence_parallel.kernels import FusedKernel
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility
@@ -321,7 +321,7 @@ def test_keys_of_few_heads_go_round_at_a_time_where_they_are_worth_a_message(
 ):
     batch, heads = shape
     query, key = (torch.empty(batch, num, 2, 8, device=device) for num in (heads, key_heads))
-    found = travelling_groups(query, key, key, longest, num_threads)
+    found = head_chunks(query, key, key, longest, num_threads)
     share, ends = heads // key_heads, [sum(expected[:index]) for index in range(len(expected) + 1)]
     assert found == [(slice(a * share, b * share), slice(a, b)) for a, b in itertools.pairwise(ends)]
 

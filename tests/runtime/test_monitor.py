@@ -35,7 +35,9 @@ def server():
 @pytest.fixture
 def clients(server):
     clients = [MonitorClient(server.port).hello(rank) for rank in range(3)]
-    assert [client.receive() for client in clients] == [{"type": "welcome", "speaks": rank > 0} for rank in range(3)]
+    assert [client.receive() for client in clients] == [
+        {"type": "welcome", "reports_for_host": rank > 0} for rank in range(3)
+    ]
     yield clients
     for client in clients:
         client.close()
@@ -48,7 +50,7 @@ def test_a_closed_connection_is_a_death(clients):
     clients[1].close()
     for rank in (0, 2):
         failure = clients[rank].receive()
-        assert (failure["type"], failure["speaks"]) == ("failure", True)
+        assert (failure["type"], failure["reports_for_host"]) == ("failure", True)
         assert failure["text"].startswith("Booster: rank 1 died without a traceback: killed by a signal")
         assert (
             "Rank 1 was process 1001 on a. Last calls: ranks 0 and 2 entered `step` #3; rank 1 died" in failure["text"]
@@ -60,7 +62,7 @@ def test_an_exception_is_told_to_all_at_once_and_said_once_per_host(clients):
     clients[0].send(type="failed", text="ValueError: bad", record=at("step", 3))
     failures = [client.receive() for client in clients]
     assert unhindered_seconds() - start < 1
-    assert [failure["speaks"] for failure in failures] == [False, True, True]
+    assert [failure["reports_for_host"] for failure in failures] == [False, True, True]
     assert {failure["text"].splitlines()[0] for failure in failures} == {"Booster: rank 0 failed: ValueError: bad"}
 
 
@@ -71,7 +73,7 @@ def test_a_rank_that_connects_after_a_failure_hears_of_it(server):
     late = MonitorClient(server.port).hello(2)
     assert late.receive()["type"] == "welcome"
     told = late.receive()
-    assert (told["type"], told["speaks"]) == ("failure", False)
+    assert (told["type"], told["reports_for_host"]) == ("failure", False)
     assert told["text"].startswith("Booster: rank 0 failed: ValueError: bad")
     for each in (first, second, late):
         each.close()
@@ -224,7 +226,7 @@ def serve_one(*answers):
         theirs, _ = listener.accept()
     world = World(rank=1, world_size=2, timeout_seconds=5.0)
     monitor = Monitor(world, connection, TOKEN, server=None, may_end_process=False, error_file=None)
-    for answer in ({"type": "welcome", "speaks": True}, *answers):
+    for answer in ({"type": "welcome", "reports_for_host": True}, *answers):
         theirs.sendall(encode(answer))
     assert monitor.wait_for_welcome()
     return monitor, theirs

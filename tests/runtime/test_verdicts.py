@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from booster_runtime.watch.member import Standstill
-from booster_runtime.watch.verdicts import Point, Record, Verdicts
+from booster_runtime.watch.failure_detector import FailureDetector, Point, Record
+from booster_runtime.watch.member import StallTimer
 
 NOW = 100.0
 
@@ -34,7 +34,7 @@ def torchs(number, what=("all_reduce", "4 Float"), *, group="gloo:0", ranks=None
 
 def verdicts(*records, hosts="aaa"):
     """What is known of ranks: a record, the words "ended" or "died", or ``None`` of one that has said nothing."""
-    run = Verdicts(hosts)
+    run = FailureDetector(hosts)
     for rank in range(len(hosts)):
         run.joined(rank, 100 + rank)
     for rank, record in enumerate(records):
@@ -63,7 +63,7 @@ def test_the_lowest_rank_of_each_host_that_goes_on_says_it(victim, speakers, how
     run.failed(victim, "ValueError: bad") if how == "raised" else run.left(victim, NOW, "died")
     run.failed(0, "another")  # only the first counts
     told = run.news(NOW)
-    assert [rank for rank, message in told.items() if message["speaks"]] == speakers
+    assert [rank for rank, message in told.items() if message["reports_for_host"]] == speakers
     assert set(told) == {0, 1, 2, 3, 4} - ({victim} if how == "died" else set())
     expected = "died without a traceback" if how == "died" else "failed: ValueError: bad\n"
     assert all(message["text"].startswith(f"Booster: rank {victim} {expected}") for message in told.values())
@@ -259,6 +259,6 @@ def test_1024_ranks_are_looked_through_quickly():
 
 
 def test_a_standstill_is_counted_from_the_last_change():
-    standstill = Standstill()
+    standstill = StallTimer()
     looks = [("a", 0.0), ("a", 2.0), ("b", 3.0), ("b", 5.0), (None, 6.0), (None, 9.0), ("b", 10.0), ("b", 11.0)]
     assert [standstill.look(state, now) for state, now in looks] == [0, 2, 0, 2, 0, 0, 0, 1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import socket
 
+from booster_runtime.watch.failure_detector import Point, Record
 from booster_runtime.watch.sockets import encode
-from booster_runtime.watch.verdicts import Point, Record
 
 TOKEN = "secret"
 

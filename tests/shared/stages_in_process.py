@@ -10,7 +10,7 @@ import torch
 from booster_hybrid.config import PipelineConfig
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams
-from booster_hybrid.skipped_layers import kept_generators
+from booster_hybrid.skipped_layers import preserve_generators
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def cut(model, example, *, lists=("layers",), pp_size=2, style="1f1b", trains=True):
     """Return a model's plan, and the model of each rank; the model itself stays whole."""
     config = PipelineConfig(size=pp_size, style=style)
-    with kept_generators():
+    with preserve_generators():
         cuts = find_cuts(model, list(lists), example, config, trains=trains)
     plan = StagePlan.of(model, cuts, config)
     return plan, [plan.cut(copy.deepcopy(model), rank, lambda each: each.dtype) for rank in range(pp_size)]
@@ -33,7 +33,7 @@ def run(plan, staged, batches, criterion, *, seed=7, trains=True):
     num_stages = len(plan.stages.ranges)
     models = [staged[plan.placement.rank_of(stage)] for stage in range(num_stages)]
     results = []
-    with kept_streams(CPU), kept_generators(), torch.set_grad_enabled(trains):
+    with kept_streams(CPU), preserve_generators(), torch.set_grad_enabled(trains):
         for number, batch in enumerate(batches):
             streams = MicrobatchStreams(seed, number, CPU, host=plan.cuts.draws_on_host)
             received, kept, outputs = {}, [], None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import load
 from booster_hybrid import ShardingPolicy
-from booster_hybrid.expert_parallel.routing import evenly_routed
+from booster_hybrid.expert_parallel.routing import assuming_balanced_experts
 from booster_hybrid.tensor_parallel.loss import _blocks
 from booster_testing import run_on_ranks
 from booster_tools import TrainingFunctions
@@ -191,7 +191,7 @@ def experts():
 
 def measured_experts():
     """Count a step of two ranks with as many tokens for each expert, whatever the router says."""
-    with evenly_routed():
+    with assuming_balanced_experts():
         return measure(training(experts, tokens), load("hybrid")(ep_size=2))
 
 

@@ -39,7 +39,7 @@ UNUSED = {
 APART = ("on one rank", "now and then")
 
 
-class Skipping(nn.Module):
+class MetaExecutor(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
@@ -57,7 +57,7 @@ def batch_of(case, step, rank):
 
 
 def case_of(name):
-    return Case(build=Skipping, batch=partial(batch_of, name), steps=STEPS, max_norm=None)
+    return Case(build=MetaExecutor, batch=partial(batch_of, name), steps=STEPS, max_norm=None)
 
 
 def train(name, case):

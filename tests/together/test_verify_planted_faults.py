@@ -21,7 +21,7 @@ from booster_core.errors import BoosterError, ConfigError, GradientError
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.optimizer import HybridEngine
-from booster_hybrid.pipeline.cut import Crossing, StagedModel
+from booster_hybrid.pipeline.cut import BoundarySpec, StagedModel
 from booster_hybrid.pipeline.needs import _Search
 from booster_hybrid.probe.probe import CheckedPolicy
 from booster_runtime import collectives
@@ -150,7 +150,7 @@ class Detached(Stack):
         return self.exit(x * early)
 
 
-class Skipping(Stack):
+class MetaExecutor(Stack):
     """Skips the first layer of the second stage in training, as far as random numbers of one rank say so."""
 
     def forward(self, x):
@@ -240,7 +240,7 @@ def without_values(search):
 
     def needs(self, **options):
         found = search(self, **options)
-        return dataclasses.replace(found, crossings=tuple(Crossing(each.carried[:1]) for each in found.crossings))
+        return dataclasses.replace(found, crossings=tuple(BoundarySpec(each.carried[:1]) for each in found.crossings))
 
     return needs
 
@@ -318,7 +318,7 @@ FAULTS = {
         "needs values of layer 'layers.0', which another pipeline stage has",
     ),
     "layerdrop-at-a-cut": (
-        Skipping,
+        MetaExecutor,
         squared,
         lambda: drawn(4, WIDTH),
         pipeline,
@@ -338,7 +338,7 @@ FAULTS = {
         of_logits,
         tokens,
         lambda: pipeline(tokens()),
-        lambda: mock.patch.object(HybridEngine, "join_copies", lambda _, used: used),
+        lambda: mock.patch.object(HybridEngine, "join_tied_uses", lambda _, used: used),
         "1 parameter(s) differ between ranks that hold the same: 'embedding.weight'",
     ),
     "sums-in-place-of-means": (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from booster_zero.engine.rounds import Underway
+from booster_zero.engine.rounds import InflightReductions
 
 
 class FakeBucket:
@@ -34,7 +34,7 @@ class FakeBucket:
 def test_memory_of_a_reduction_that_has_ended_is_lent_again():
     sizes = [3, 2, 1, 3, 2, 1]
     buckets = [FakeBucket(str(number), [], numel=numel) for number, numel in enumerate(sizes)]
-    underway = Underway(buckets)
+    underway = InflightReductions(buckets)
     for bucket in buckets:
         underway.start(bucket, {})
         underway.wait_until(1)
@@ -54,7 +54,7 @@ def test_memory_of_a_reduction_that_has_ended_is_lent_again():
 
 def test_memory_is_lent_to_buckets_of_its_type():
     buckets = [FakeBucket("a", []), FakeBucket("b", [], wire=torch.bfloat16, numel=9)]
-    underway = Underway(buckets)
+    underway = InflightReductions(buckets)
     for bucket in buckets:
         underway.start(bucket, {})
         underway.wait_until(0)
@@ -68,7 +68,7 @@ def test_memory_is_lent_to_buckets_of_its_type():
 def test_the_oldest_are_waited_for_first_and_then_averaged(averages):
     log = []
     buckets = [FakeBucket(name, log) for name in "abc"]
-    underway = Underway(buckets)
+    underway = InflightReductions(buckets)
     underway.averages = averages
     for bucket in buckets:
         underway.start(bucket, {})

@@ -109,7 +109,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
     },
     "hybrid/head_groups": {
         (
-            "travelling_groups",
+            "head_chunks",
             "step = max(_parts(key.shape[1], MOST_GROUPS), _parts(least_bytes, max(bytes_of_head, 1)))",
             "1 -> 2 (#2)",
         ): "heads without any bytes go round all at once, however many bytes are counted for each",

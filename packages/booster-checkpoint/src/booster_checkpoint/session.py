@@ -278,7 +278,7 @@ class Session:
             probe.unlink(missing_ok=True)
         return [rank for rank, sees in enumerate(seen) if sees]
 
-    def linger(self, key: str) -> None:
+    def keep_store_alive(self, key: str) -> None:
         """Stay, on rank 0, until all ranks have read how a job in the background ended.
 
         The process of rank 0 may hold the store, and the interpreter may be about to end.

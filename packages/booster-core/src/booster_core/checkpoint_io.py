@@ -171,7 +171,7 @@ class StepOptions:
         return {"step": self.step, **self._rules(), "metric": metric}
 
     @property
-    def has_rules(self) -> bool:
+    def has_retention(self) -> bool:
         """Whether any rule says which steps stay; without one, all do."""
         return any(value is not None for value in self._rules().values())
 
@@ -182,7 +182,7 @@ class StepOptions:
             steps: The steps, up to the one that was saved, which always stays.
             metrics: The metric of each step that has one; not a number is worse than any.
         """
-        if not steps or not self.has_rules:
+        if not steps or not self.has_retention:
             return set(steps)
         kept = {max(steps)}
         if self.keep_last is not None:

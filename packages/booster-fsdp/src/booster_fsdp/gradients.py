@@ -35,8 +35,8 @@ from booster_fsdp.collectives import different_units
 from booster_fsdp.parameters import gradient_of, watch_gradients
 from booster_runtime import collectives
 from booster_runtime.sharding import (
+    AnyRankFlags,
     BufferWatch,
-    RaisedAnywhere,
     dtensor_of,
     local_of,
     parametrized_in_forward,
@@ -235,7 +235,7 @@ class ShardedGradients:
         flags += bytearray(self._buffers.changed() if self._buffers is not None else ())
         # Where ranks train other parameters, torch has reduced gradients of other sizes already.
         note = b"" if self.scaling is None else self.scaling.settings.note(self.scaling.groups, b"")
-        anywhere = RaisedAnywhere(flags + self.calls.flags() + note, self._device).wait()
+        anywhere = AnyRankFlags(flags + self.calls.flags() + note, self._device).wait()
         of_calls, of_settings = (
             anywhere[len(flags) :][: UnitCalls.NUM_FLAGS],
             anywhere[len(flags) + UnitCalls.NUM_FLAGS :],

@@ -16,7 +16,7 @@ from booster_core.state import NamedTensors
 from booster_fsdp.parameters import gradient_of
 from booster_fsdp.views import Views
 from booster_fsdp.whole_parameters import WholeParameters
-from booster_runtime.sharding import RaisedAnywhere, is_by_matrix, local_of, numbers_of_group, partition_for
+from booster_runtime.sharding import AnyRankFlags, is_by_matrix, local_of, numbers_of_group, partition_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -268,7 +268,7 @@ class FSDPOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world.
         """
-        return any(RaisedAnywhere(bytearray([overflow]), self._device).wait())
+        return any(AnyRankFlags(bytearray([overflow]), self._device).wait())
 
     def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a copy of a parameter's whole gradient, without loss scale; ``None`` if no rank used the parameter.

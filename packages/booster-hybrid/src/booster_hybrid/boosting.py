@@ -23,8 +23,8 @@ from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import batch_at_hand, check_entries, dry_run_failed, example_batch
 from booster_hybrid.pipeline.find_layers import find_layers
-from booster_hybrid.pipeline.p2p import Link, make_channels
-from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
+from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
+from booster_hybrid.pipeline.per_sample import BatchDimensions, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.schedule import ZERO_BUBBLE, make_schedule
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
@@ -32,9 +32,9 @@ from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
 from booster_hybrid.policy.from_transformers import language_model, layer_lists
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
-from booster_hybrid.same_training import OutsideReads, TrainedAlike, check_copies, parts_of
+from booster_hybrid.same_training import DirectWeightUses, RequiresGradCheck, check_copies, parts_of
 from booster_hybrid.sequence_parallel.stack import Mixers
-from booster_hybrid.skipped_layers import kept_generators
+from booster_hybrid.skipped_layers import preserve_generators
 from booster_hybrid.tensor_parallel.adapters import without_stacked_adapters
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_experts, check_state, cut_state, leave_out
@@ -191,7 +191,7 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     if shards_parameters:  # a forward gathers over the data parallel ranks, too
         callers = replace(callers, ranks=tuple(range(context.coordinator.world_size)))
     parts = parts_of(model, local) if optimizers and options.unchecked == "raise" else {}
-    reads = OutsideReads(model, parts) if parts else None
+    reads = DirectWeightUses(model, parts) if parts else None
 
     # The optimizer's state, and in stage 3 the parameters, over the data parallel ranks.
     model_class = functools.partial(
@@ -200,7 +200,7 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
         replica=replica,
         callers=callers,
         streams=split.streams,
-        trained_alike=TrainedAlike(model, replica, context.device) if replica.size > 1 and plan is None else None,
+        trained_alike=RequiresGradCheck(model, replica, context.device) if replica.size > 1 and plan is None else None,
         outside_reads=reads,
         stages=None if plan is None else plan.stages,
         make_engine=make_engine,
@@ -390,7 +390,7 @@ def _run_dry(model: nn.Module, known: Sequence[str], batch: Any, options: ShardO
     config = options.config.pipeline
     is_pipeline = config.size > 1
     num_stages = make_schedule(config.style, config.size, 1, config.num_chunks).placement.num_stages
-    with kept_generators():
+    with preserve_generators():
         lists = _paths(model, known) if known else find_layers(model, batch, num_stages if is_pipeline else 0)
         names = {path: name for name, path, _ in named_modules(model)}
         found = [names.get(path, path) for path in lists]
@@ -519,7 +519,9 @@ def _cut(
     for optimizer in objects.optimizers:
         leave_out(model, optimizer)
     pipeline, device = mesh["pp",], context.device
-    link = Link(plan.cuts.sent_names, pipeline.ranks, pipeline.index, make_channels(mesh.shape.groups(("pp",))), device)
+    link = P2PChannel(
+        plan.cuts.sent_names, pipeline.ranks, pipeline.index, make_channels(mesh.shape.groups(("pp",))), device
+    )
     link.connect()
     record = None
     if options.pipeline_record is not None:
@@ -533,7 +535,7 @@ def _cut(
             config.pipeline,
             pipeline.index,
             link,
-            SampleEntries(model, found.entries),
+            BatchDimensions(model, found.entries),
             replica=mesh["pp", "sp", "tp"],
             data=mesh["dp",],
             sharing=[mesh[name,] for name in ("tp", "sp", "ep")],

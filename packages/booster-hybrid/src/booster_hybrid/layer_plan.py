@@ -1,4 +1,4 @@
-"""`Changes`: what is replaced in a user's modules so that they compute on a part, and how all of it is undone."""
+"""`ModulePatches`: what is replaced in a user's modules so that they compute on a part, and how all of it is undone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _ABSENT = object()
 
 
-class Changes:
+class ModulePatches:
     """Forwards, attributes and hooks that were replaced in a model; `undo` puts all of them back.
 
     What modules keep in other objects, such as state behind closures, is not known here.

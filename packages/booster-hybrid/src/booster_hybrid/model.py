@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.engine import PipelineEngine
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.random_streams import SplitStreams
-    from booster_hybrid.same_training import OutsideReads, TrainedAlike
+    from booster_hybrid.same_training import DirectWeightUses, RequiresGradCheck
 
 
 class HybridModel(ShardedModel):
@@ -53,8 +53,8 @@ class HybridModel(ShardedModel):
         replica: Axis,
         callers: Axis,
         streams: SplitStreams | None = None,
-        trained_alike: TrainedAlike | None = None,
-        outside_reads: OutsideReads | None = None,
+        trained_alike: RequiresGradCheck | None = None,
+        outside_reads: DirectWeightUses | None = None,
         stages: StageMap | None = None,
         make_engine: Callable[[HybridModel], PipelineEngine] | None = None,
         **kwargs: Any,

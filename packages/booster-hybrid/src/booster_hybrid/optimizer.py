@@ -18,7 +18,7 @@ from booster_core.gradients import clip_by_norm
 from booster_core.plugin import check_loss
 from booster_hybrid.user_optimizer import check_experts
 from booster_runtime import collectives
-from booster_runtime.sharding import between_hosts
+from booster_runtime.sharding import control_device
 from booster_zero import ShardedOptimizer
 from booster_zero.engine import ShardedEngine
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from booster_hybrid.gathered_matrices import GatheredMatrices, Part
     from booster_hybrid.local_model import LocalModel
-    from booster_hybrid.same_training import OutsideReads
-    from booster_hybrid.whole_matrices import Part, WholeMatrices
+    from booster_hybrid.same_training import DirectWeightUses
     from booster_zero import ZeroConfig
     from booster_zero.engine import Bucket
 
@@ -93,7 +93,7 @@ class HybridEngine(ShardedEngine):
         for bucket in self.layout.buckets:
             bucket.num_parts = self.num_parts
 
-    def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
+    def join_tied_uses(self, used: dict[int, bool]) -> dict[int, bool]:
         """Add up the gradients of what several stages hold.
 
         Collective: every rank of the pipeline.
@@ -117,7 +117,7 @@ class HybridEngine(ShardedEngine):
             indices = [slot.index for slot in bucket.plan.slots]
             group = local.copy_groups[copies]
             told = [used.get(index, False) for index in indices]
-            flags = torch.tensor(told, dtype=torch.uint8, device=between_hosts(self.device, group))
+            flags = torch.tensor(told, dtype=torch.uint8, device=control_device(self.device, group))
             collectives.all_reduce(flags, dist.ReduceOp.MAX, group).wait()
             used.update(zip(indices, flags.bool().tolist(), strict=True))
         self.joined = {bucket.format.optimizer for bucket, _ in buckets}
@@ -145,11 +145,11 @@ class HybridOptimizer(ShardedOptimizer):
     engine: HybridEngine
 
     def __init__(
-        self, engine: HybridEngine, *args: Any, outside_reads: OutsideReads | None = None, **kwargs: Any
+        self, engine: HybridEngine, *args: Any, outside_reads: DirectWeightUses | None = None, **kwargs: Any
     ) -> None:
         self._outside_reads = outside_reads
         self.reduces_each = engine.config.stage >= _IN_SHARDS
-        self._matrices: WholeMatrices | None = None
+        self._matrices: GatheredMatrices | None = None
         super().__init__(engine, *args, **kwargs)
 
     @property
@@ -187,9 +187,9 @@ class HybridOptimizer(ShardedOptimizer):
         if not parts:
             return super().step_inside()
         if self._matrices is None:
-            from booster_hybrid.whole_matrices import WholeMatrices
+            from booster_hybrid.gathered_matrices import GatheredMatrices
 
-            self._matrices = WholeMatrices(self.unwrap(), self.local.tensor_group, self.engine.device)
+            self._matrices = GatheredMatrices(self.unwrap(), self.local.tensor_group, self.engine.device)
         return self._matrices.step(parts, super().step_inside)
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
@@ -212,7 +212,7 @@ class HybridOptimizer(ShardedOptimizer):
         """Return what this rank has of split parameters that the optimizer inside takes as wholes."""
         if self.local.tensor_group.size == 1 or self.engine.partition_of(self.number) == "flat":
             return []
-        from booster_hybrid.whole_matrices import Part
+        from booster_hybrid.gathered_matrices import Part
 
         splits = self.local.splits
         pieces = [(self.names[piece.index], piece.values) for bucket in self.buckets() for piece in bucket.pieces]

@@ -358,9 +358,9 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             if self.config.expert.size == 1:
                 yield None
                 return
-            from booster_hybrid.expert_parallel.routing import evenly_routed
+            from booster_hybrid.expert_parallel.routing import assuming_balanced_experts
 
-            with evenly_routed():
+            with assuming_balanced_experts():
                 yield "as many tokens choose each expert"
         finally:
             self.unchecked = before

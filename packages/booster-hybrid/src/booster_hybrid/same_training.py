@@ -20,7 +20,7 @@ from booster_core.state import NamedTensors
 from booster_hybrid.same_batch import BatchNumbers, different_batches
 from booster_runtime import collectives
 from booster_runtime.memory import is_absent
-from booster_runtime.sharding import between_hosts
+from booster_runtime.sharding import control_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _MOST_LISTED = 4
 
 
-class TrainedAlike:
+class RequiresGradCheck:
     """Compares, in each forward, the batches of ranks that share one, and which parameters they train.
 
     The ranks' hosts exchange four numbers before the forward: those with other shapes would wait in its layers.
@@ -48,7 +48,7 @@ class TrainedAlike:
     def __init__(self, model: nn.Module, replica: Axis, device: torch.device) -> None:
         self._parameters = dict(model.named_parameters())
         self._replica = replica
-        self._device = between_hosts(device, replica.group)
+        self._device = control_device(device, replica.group)
         self._batches = BatchNumbers()
 
     def check(self, batch: Any) -> None:
@@ -87,7 +87,7 @@ class TrainedAlike:
                 raise ConfigError(msg)
 
 
-class OutsideReads:
+class DirectWeightUses:
     """Finds what a loss reads of parameters of which each rank has a part, elsewhere than where they are split.
 
     The graph of the first loss is looked at as a whole: the model's forward may read them, tables alone the module that

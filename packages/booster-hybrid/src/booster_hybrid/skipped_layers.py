@@ -29,7 +29,7 @@ REMEDY = "Switch it off, for models of transformers by setting each `layerdrop` 
 """What to do about it."""
 
 
-class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ConstantRandomMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets torch draw a given value wherever it draws a single number between 0 and 1.
 
     Args:
@@ -61,7 +61,9 @@ class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
 
-def skipped_at_random(model: nn.Module, names: Sequence[str], called: Callable[[FixedDraws], Collection[str]]) -> str:
+def skipped_at_random(
+    model: nn.Module, names: Sequence[str], called: Callable[[ConstantRandomMode], Collection[str]]
+) -> str:
     """Return which layers training skips at random, for messages; nothing where it skips none.
 
     Args:
@@ -82,10 +84,10 @@ def skipped_at_random(model: nn.Module, names: Sequence[str], called: Callable[[
     return ", ".join(f"'{name}'" for name in skipped[:_SHOWN]) + (", ..." if len(skipped) > _SHOWN else "")
 
 
-def _missing(names: Sequence[str], called: Callable[[FixedDraws], Collection[str]]) -> list[str]:
+def _missing(names: Sequence[str], called: Callable[[ConstantRandomMode], Collection[str]]) -> list[str]:
     """Return the layers that are called by high or by low numbers only."""
     try:
-        seen = called(FixedDraws(_LOW))
+        seen = called(ConstantRandomMode(_LOW))
     except Exception:  # noqa: BLE001 - a run without layers still tells of one that is skipped
         return []
     return [name for name in names if name not in seen] + sorted(set(seen).difference(names))
@@ -112,7 +114,7 @@ def host_states() -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def kept_generators() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """Put the generators of Python and numpy back to where they were."""
     numpy = sys.modules.get("numpy")
     host, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()

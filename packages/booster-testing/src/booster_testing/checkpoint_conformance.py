@@ -12,7 +12,7 @@ from booster_runtime.rounding import ADAPTIVE, EXACT, tolerance_for
 from booster_testing import checkpoint_runs as runs
 from booster_testing.compare import DTYPES, assert_same_tensors
 from booster_testing.models import TinyStateful
-from booster_testing.on_ranks import OnRanks
+from booster_testing.rank_test_case import RankTestCase
 from booster_testing.ranks import run_on_ranks
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from booster_testing.training import Training
 
 
-class CheckpointConformance(OnRanks):
+class CheckpointConformance(RankTestCase):
     """Test that a plugin's checkpoint is complete, exact, and any other plugin's: in bf16, which has masters to keep.
 
     Attributes:

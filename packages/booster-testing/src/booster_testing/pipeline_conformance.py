@@ -19,8 +19,8 @@ from booster_core.plugin import Capability, PipelinePlugin
 from booster_runtime.rounding import tolerance_for
 from booster_testing import pipeline_runs as runs
 from booster_testing.compare import DTYPES, assert_equals_one_process
-from booster_testing.on_ranks import OnRanks
 from booster_testing.pipeline_runs import PipelineTraining, train_in_pipeline
+from booster_testing.rank_test_case import RankTestCase
 from booster_testing.training import train_plainly
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ CALLS = {"equal": (4, 4), "unequal": (5, 2, 3)}
 """Batches of the calls of a step."""
 
 
-class PipelineConformance(OnRanks):
+class PipelineConformance(RankTestCase):
     """Test what every plugin with a pipeline must do.
 
     Attributes:

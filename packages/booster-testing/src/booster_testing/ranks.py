@@ -341,10 +341,10 @@ def _execute(call: Call, timeout_seconds: float, grace_seconds: float) -> tuple[
             worker.connection.send_bytes(pickle.dumps(Call(**fields)))
     try:
         outcomes = _collect(workers, timeout_seconds, grace_seconds)
-        leaks, worn = _finish(workers, outcomes)
-        if worn or any(outcome.value is None for outcome in outcomes):
+        leaks, needs_restart = _finish(workers, outcomes)
+        if needs_restart or any(outcome.value is None for outcome in outcomes):
             pool.close_group()
-        for rank in worn:
+        for rank in needs_restart:
             pool.retire(rank)
     except BaseException:  # for example KeyboardInterrupt: workers in an unknown state can't be reused
         pool.open_group = None
@@ -421,8 +421,8 @@ def _take_message(rank: int, worker: Worker, loading: set[int], outcomes: dict[i
 def _finish(workers: list[Worker], outcomes: list[_Outcome]) -> tuple[dict[int, list[str]], list[int]]:
     """Let the ranks clean up; return the leaks of each, and the ranks whose workers are to be replaced."""
     alive = [rank for rank, outcome in enumerate(outcomes) if outcome.death is None and outcome.stack is None]
-    worn = [rank for rank in range(len(workers)) if rank not in alive]
-    for rank in worn:
+    needs_restart = [rank for rank in range(len(workers)) if rank not in alive]
+    for rank in needs_restart:
         workers[rank].kill()
     _send(b"finish", [workers[rank] for rank in alive])
     leaks = {}
@@ -438,8 +438,8 @@ def _finish(workers: list[Worker], outcomes: list[_Outcome]) -> tuple[dict[int, 
         except EOFError:
             leaks[rank] = [f"a worker that {workers[rank].describe_death()} after the call"]
         if leaks[rank] or is_worn:
-            worn.append(rank)
-    return leaks, worn
+            needs_restart.append(rank)
+    return leaks, needs_restart
 
 
 def _exception(failure: Failure) -> BaseException | None:

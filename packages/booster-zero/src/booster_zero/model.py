@@ -216,7 +216,7 @@ class ShardedModel(ModelWrapper):
             if writes:
                 for bucket in layout.buckets:
                     bucket.write_back()
-                    bucket.mark_changed()
+                    bucket.increment_versions()
         finally:
             for bucket in layout.buckets:
                 bucket.pins = max(bucket.pins - 1, 0)

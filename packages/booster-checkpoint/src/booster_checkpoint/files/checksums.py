@@ -169,7 +169,7 @@ class CheckedReads:
         self._turn, self._num_turns = 0, 1
         self._last = -1, memoryview(b"")  # one object, which threads replace at once
 
-    def take_turns(self, turn: int, num_turns: int) -> None:
+    def split_verification(self, turn: int, num_turns: int) -> None:
         """Leave blocks to other ranks that read the same of this file, each of them to one.
 
         Args:

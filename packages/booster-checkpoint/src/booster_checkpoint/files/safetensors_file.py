@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.parts import MOST_DIMS
-from booster_checkpoint.files.tensor_file import FileFrame, TensorFile
+from booster_checkpoint.files.tensor_file import FileLayout, TensorFile
 from booster_core.errors import CheckpointDamagedError, CheckpointError
 from booster_core.state import TensorMeta
 
@@ -61,7 +61,7 @@ VALUES_PREFIX = "booster."
 """Prefix of the metadata entries that hold values of ours."""
 
 
-def safetensors_frame(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> FileFrame:
+def safetensors_frame(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> FileLayout:
     """Return the frame of a safetensors file: the header's length and the header.
 
     Args:
@@ -98,7 +98,7 @@ def safetensors_frame(specs: Sequence[TensorSpec], values: Mapping[str, Any]) ->
         raise CheckpointError(msg)
     head = struct.pack("<Q", len(text)) + text
     offsets = {key: len(head) + place for key, place in places.items()}
-    return FileFrame(nbytes=len(head) + used, offsets=offsets, pieces=((0, head),))
+    return FileLayout(nbytes=len(head) + used, offsets=offsets, pieces=((0, head),))
 
 
 class SafetensorsFile(TensorFile):

@@ -1,4 +1,4 @@
-"""Files of tensors, whatever their format: `TensorFile` reads one; a `FileFrame` is what one is written around.
+"""Files of tensors, whatever their format: `TensorFile` reads one; a `FileLayout` is what one is written around.
 
 A format makes a frame from names, shapes and dtypes (`safetensors_frame`, `torch_frame`). Whoever writes, hashes or
 uploads a file works on its frame, and knows no format.
@@ -44,7 +44,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileFrame:
+class FileLayout:
     """A file without its tensors' values.
 
     Args:

@@ -20,7 +20,7 @@ import torch
 from typing_extensions import override
 
 from booster_checkpoint.files.names import SAFETENSORS
-from booster_checkpoint.files.tensor_file import FileFrame, TensorFile
+from booster_checkpoint.files.tensor_file import FileLayout, TensorFile
 from booster_checkpoint.storage import LocalLocation
 from booster_core.errors import CheckpointDamagedError, CheckpointError
 from booster_core.state import TensorMeta, box_shape, decode_json, encode_json, slices_of, tensor_references
@@ -41,7 +41,7 @@ _FREE_VALUES = 1 << 17
 """How many values any file may hold, those in several places counted at each; a larger one, as many as it has bytes."""
 
 
-def torch_frame(name: str, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> FileFrame:
+def torch_frame(name: str, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> FileLayout:
     """Return the frame of the file that ``torch.save`` of a plain dict writes.
 
     It is read from a local file in which the values are a hole, so that it takes little space.
@@ -74,7 +74,7 @@ def torch_frame(name: str, specs: Sequence[TensorSpec], values: Mapping[str, Any
                     stream.seek(begin)
                     pieces.append((begin, stream.read(start - begin)))
                 begin = stop
-    return FileFrame(nbytes=nbytes, offsets=offsets, pieces=tuple(pieces))
+    return FileLayout(nbytes=nbytes, offsets=offsets, pieces=tuple(pieces))
 
 
 def _content(tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _MIN_THREAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Fill:
+class ShardLoader:
     """Fills shards from a checkpoint.
 
     Args:
@@ -98,7 +98,7 @@ class Fill:
 
         told = list(zip(session.hosts(), session.gather(self.call, self.path, look), strict=True))
         mates = [rank for rank, each in enumerate(told) if each == told[session.rank]]
-        self.source.take_turns(mates.index(session.rank), len(mates))
+        self.source.split_verification(mates.index(session.rank), len(mates))
         return lambda: listed
 
     def _in_file_order(self, shards: Callable[[], Iterable[TensorShard]]) -> Iterator[TensorShard]:

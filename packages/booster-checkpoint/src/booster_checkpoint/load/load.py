@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.names import MODEL, OPTIMIZER
 from booster_checkpoint.files.quantized import holds_low_bits
-from booster_checkpoint.load.fill import Fill
+from booster_checkpoint.load.fill import ShardLoader
 from booster_checkpoint.load.naming import as_model_names, excluder
 from booster_checkpoint.load.source import Source, open_source
 from booster_core.errors import CheckpointAbsentError, CheckpointError
@@ -125,7 +125,7 @@ class ModelLoad:
             raise CheckpointError(msg)
         self._metas = {name: self._named.tensors[key] for name, key in homes.items()}
         stored = {name: single for name, key in homes.items() if (single := self._named.layouts[key].single)}
-        self._fill = Fill(
+        self._fill = ShardLoader(
             session, request.call, path, source, self._named, homes, stored, request.num_threads, bucket_bytes
         )
 
@@ -223,7 +223,9 @@ class OptimizerLoad:
         check_states(self._path, self._tensors, [(list(self._tensors), misfits)])
         stored = {key: key for key in self._tensors} if named is source else {}
         homes = {key: key for key in self._tensors}
-        self._fill = Fill(session, request.call, path, source, named, homes, stored, request.num_threads, bucket_bytes)
+        self._fill = ShardLoader(
+            session, request.call, path, source, named, homes, stored, request.num_threads, bucket_bytes
+        )
 
     def run(self) -> None:
         """Read the values.

@@ -314,10 +314,10 @@ class Source:
             self._checked.append(reads)
         return reads
 
-    def take_turns(self, turn: int, num_turns: int) -> None:
-        """Verify what other ranks of this host that read the same do not; see `CheckedReads.take_turns`."""
+    def split_verification(self, turn: int, num_turns: int) -> None:
+        """Verify what other ranks of this host that read the same do not; see `CheckedReads.split_verification`."""
         for reads in self._checked:
-            reads.take_turns(turn, num_turns)
+            reads.split_verification(turn, num_turns)
 
     @property
     def groups_path(self) -> Location | None:

@@ -20,7 +20,7 @@ from booster_core.log import log
 from booster_core.ranks import this_host
 
 if TYPE_CHECKING:
-    from booster_checkpoint.run.run_folder import RunFolder
+    from booster_checkpoint.run.checkpoint_root import CheckpointRoot
 
 LEASE = "lease.json"
 
@@ -31,7 +31,7 @@ class Leases:
     def __init__(self) -> None:
         self._held: set[str] = set()
 
-    def take(self, run: RunFolder) -> None:
+    def take(self, run: CheckpointRoot) -> None:
         """Take the lease of a root, from whoever has it.
 
         Raises:
@@ -53,7 +53,7 @@ class Leases:
         if found is not None:
             log.info("This job saves into '%s' from here on, in place of %s.", run, _described(found))
 
-    def hold(self, run: RunFolder) -> None:
+    def hold(self, run: CheckpointRoot) -> None:
         """Make sure that this job may save into a root; take the lease where it has not been taken here.
 
         Raises:
@@ -82,7 +82,7 @@ def _token(pid: int) -> str:
     return new_token()
 
 
-def _read(run: RunFolder) -> dict[str, Any] | None:
+def _read(run: CheckpointRoot) -> dict[str, Any] | None:
     """Return what the lease says; ``None`` where there is none. Of a damaged one nothing is known."""
     text = (run.root / LEASE).read_bytes()
     if text is None:

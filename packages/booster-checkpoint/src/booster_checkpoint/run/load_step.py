@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER
 from booster_checkpoint.load.load import ModelLoad, OptimizerLoad, changing
+from booster_checkpoint.run.checkpoint_root import forget_model, open_run
 from booster_checkpoint.run.frozen import check_frozen
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, ReadChecks, damaged, required
-from booster_checkpoint.run.run_folder import forget_model, open_run
 from booster_checkpoint.run.training_part import TENSORS, VALUES, SavedTraining
 from booster_core.checkpoint_io import NEWEST_WHOLE, LoadedCheckpoint
 from booster_core.errors import (
@@ -34,8 +34,8 @@ from booster_core.log import log
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from booster_checkpoint.run.checkpoint_root import CheckpointRoot
     from booster_checkpoint.run.lease import Leases
-    from booster_checkpoint.run.run_folder import RunFolder
     from booster_checkpoint.session import Session
     from booster_checkpoint.storage import Location
     from booster_core.checkpoint_io import LoadReport, LoadRequest, TrainingState
@@ -105,7 +105,7 @@ def _wanted(state: TrainingState) -> list[str]:
     return wanted + ([EMA] if state.ema is not None else [])
 
 
-def _names_to_try(run: RunFolder, step: int | str, leases: Leases | None) -> list[str]:
+def _names_to_try(run: CheckpointRoot, step: int | str, leases: Leases | None) -> list[str]:
     """Return the folders of steps to load from, the first that is whole; on rank 0.
 
     Args:
@@ -242,7 +242,7 @@ def _damage_found(session: Session, checks: ReadChecks, call: str) -> list[str]:
     return list(dict.fromkeys(problem for problems in gathered for problem in problems))
 
 
-def _raise_with_advice(session: Session, run: RunFolder, name: str, error: CheckpointError, call: str) -> None:
+def _raise_with_advice(session: Session, run: CheckpointRoot, name: str, error: CheckpointError, call: str) -> None:
     """Raise on every rank what is wrong with a step, and which other one to load; rank 0 looks for it."""
     with session.together(call, run, for_long=True):
         if session.rank == 0:

@@ -1,6 +1,6 @@
 """How a step is saved: by all ranks into a folder that is no step yet, which then becomes the latest one.
 
-The order in which it becomes one is drawn in `booster_checkpoint.run.run_folder`.
+The order in which it becomes one is drawn in `booster_checkpoint.run.checkpoint_root`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames, file_names
+from booster_checkpoint.run.checkpoint_root import METRIC, check_is_same_model, has_saved_into, open_run, remember_model
 from booster_checkpoint.run.frozen import frozen_part
 from booster_checkpoint.run.manifest import FileEntry, Manifest
-from booster_checkpoint.run.run_folder import METRIC, check_is_same_model, has_saved_into, open_run, remember_model
 from booster_checkpoint.run.training_part import TrainingPart
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart
 from booster_checkpoint.save.targets import target_at

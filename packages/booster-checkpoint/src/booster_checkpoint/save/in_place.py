@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from booster_checkpoint.files.tensor_file import FileFrame
+    from booster_checkpoint.files.tensor_file import FileLayout
     from booster_checkpoint.save.fragments import DeviceCopies, Fragment
     from booster_checkpoint.save.plan import Sums, WriteJob
     from booster_checkpoint.save.targets import FolderTarget
@@ -114,7 +114,7 @@ def write_ranges(job: WriteJob, path_of: Callable[[str], Path]) -> list[Path]:
         buffers.append(buffers[0] if len(buffers) == 2 else host_buffer(job.bucket_bytes // 2, device))
         return buffers[-1]
 
-    frames: dict[int, FileFrame] = {}
+    frames: dict[int, FileLayout] = {}
     descriptors: dict[int, int] = {}
     try:
         with EarlySync() as early:
@@ -279,7 +279,7 @@ def write_at(descriptor: int, source: memoryview, offset: int) -> None:
         offset += written
 
 
-def create_file(path: Path, frame: FileFrame) -> None:
+def create_file(path: Path, frame: FileLayout) -> None:
     """Write a file that is complete except for the tensors' values, for which it has room; an older one is replaced."""
     with path.open("wb") as stream:
         for offset, content in frame.pieces:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from booster_checkpoint.files.checksums import Block
-    from booster_checkpoint.files.tensor_file import FileFrame
+    from booster_checkpoint.files.tensor_file import FileLayout
     from booster_checkpoint.save.fragments import Fragment
     from booster_checkpoint.save.parts import MergedPart, OwnedSpec, Part
     from booster_checkpoint.session import Session
@@ -73,7 +73,7 @@ class PlannedFile:
     specs: tuple[TensorSpec, ...]
     values: Mapping[str, Any] = field(default_factory=dict)
 
-    def frame(self) -> FileFrame:
+    def frame(self) -> FileLayout:
         """Return the file without its tensors' values; recomputed by each call.
 
         Raises:
@@ -125,9 +125,9 @@ class SavePlan:
         last: The names of the texts that make the others valid (indexes), which are renamed last.
         homes: For each part, and each of its tensors, the position of its file in ``files``.
         elsewhere: For each part, names of tensors that this rank holds but that another rank writes.
-        obsolete: Tells names of files of an older save that this one replaces.
+        is_stale: Tells names of files of an older save that this one replaces.
         marks: Names of the files that say so while several files are replaced.
-        healed: Names of such files of interrupted saves that this save replaces, and their indexes.
+        repaired: Names of such files of interrupted saves that this save replaces, and their indexes.
     """
 
     token: str
@@ -136,9 +136,9 @@ class SavePlan:
     last: tuple[str, ...]
     homes: tuple[dict[str, int], ...]
     elsewhere: tuple[Collection[str], ...]
-    obsolete: Callable[[str], bool]
+    is_stale: Callable[[str], bool]
     marks: tuple[str, ...] = ()
-    healed: Mapping[str, str] = field(default_factory=dict)
+    repaired: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -234,7 +234,7 @@ def make_plan(
     replaced = [form for part in parts if part.has_folder for form in (part.names, *part.names.other_forms)]
     in_one_file = [part.names for part in parts if part.file_name in (None, part.names.single)]
 
-    def is_obsolete(name: str) -> bool:
+    def is_stale(name: str) -> bool:
         return name not in written and any(names.includes(name) for names in replaced)
 
     return SavePlan(
@@ -244,9 +244,9 @@ def make_plan(
         last=tuple(last),
         homes=tuple(homes),
         elsewhere=tuple(said.elsewhere for said in merged),
-        obsolete=is_obsolete,
+        is_stale=is_stale,
         marks=tuple(part.names.mark for part in parts if part.has_folder),
-        healed={names.mark: names.index for names in (*replaced, *in_one_file)},
+        repaired={names.mark: names.index for names in (*replaced, *in_one_file)},
     )
 
 

@@ -158,7 +158,7 @@ class Saver:
             try:
                 self._write(job)
             finally:
-                session.linger(f"checkpoint/{number}/left")
+                session.keep_store_alive(f"checkpoint/{number}/left")
 
         session.before_close(self.background.settle)
         self.background.start(call, run)

@@ -163,7 +163,7 @@ class FolderTarget(Target):
         names, pattern = set(plan.names), temporary_pattern(".+")
         for path in self.path.iterdir():
             match = pattern.fullmatch(path.name)
-            if match and (match[1] in names or plan.obsolete(match[1])):
+            if match and (match[1] in names or plan.is_stale(match[1])):
                 path.unlink(missing_ok=True)
 
     @override
@@ -189,7 +189,7 @@ class FolderTarget(Target):
         if self._is_fresh:
             return
         self._present = {entry.name for entry in self.path.iterdir()}
-        is_replacing = any(map(plan.obsolete, self._present)) or not self._present.isdisjoint(plan.names)
+        is_replacing = any(map(plan.is_stale, self._present)) or not self._present.isdisjoint(plan.names)
         self._marks = plan.marks if is_replacing else ()
         for mark in self._marks:
             (self.path / mark).touch()
@@ -286,7 +286,7 @@ class StoreTarget(Target):
         if plan.marks:
             return {name for name, size in self._folder.children().items() if size is not None}
         # Next to one file there may be everything else that the bucket holds.
-        asked = [*{*plan.names, *plan.healed, *plan.healed.values()}]
+        asked = [*{*plan.names, *plan.repaired, *plan.repaired.values()}]
         return {name for name, size in zip(asked, self._folder.sizes(asked), strict=True) if size is not None}
 
     @override
@@ -319,7 +319,7 @@ class StoreTarget(Target):
 
     @override
     def announce(self, plan: SavePlan, sums: Sums) -> None:
-        is_replacing = not self._present.isdisjoint(plan.names) or any(map(plan.obsolete, self._present))
+        is_replacing = not self._present.isdisjoint(plan.names) or any(map(plan.is_stale, self._present))
         self._marks = plan.marks if is_replacing else ()
         self._write(dict.fromkeys(self._marks, ""))
 
@@ -396,6 +396,6 @@ def _replaced(plan: SavePlan, present: set[str], marks: Iterable[str]) -> tuple[
         present: The files of the folder before the save.
         marks: Those that this save has left.
     """
-    healed = {mark: index for mark, index in plan.healed.items() if mark in present}
-    gone = {*filter(plan.obsolete, present), *(set(healed.values()) & present)} - set(plan.last)
-    return sorted({*marks, *healed}), sorted(gone, key=lambda name: (bool(_NUMBERED.search(name)), name))
+    repaired = {mark: index for mark, index in plan.repaired.items() if mark in present}
+    gone = {*filter(plan.is_stale, present), *(set(repaired.values()) & present)} - set(plan.last)
+    return sorted({*marks, *repaired}), sorted(gone, key=lambda name: (bool(_NUMBERED.search(name)), name))

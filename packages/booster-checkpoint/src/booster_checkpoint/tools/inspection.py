@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from booster_checkpoint.files.names import MODEL, OPTIMIZER, read_index
 from booster_checkpoint.load.load import read_optimizer_info
 from booster_checkpoint.load.source import Source
+from booster_checkpoint.run.checkpoint_root import open_run
 from booster_checkpoint.run.manifest import MANIFEST, Manifest
-from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.run.training_part import TENSORS, VALUES
 from booster_checkpoint.tools.convert import kinds_at
 from booster_core.checkpoint_io import LATEST, parse_step_name

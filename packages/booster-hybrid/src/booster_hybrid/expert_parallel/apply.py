@@ -15,7 +15,7 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_hybrid.expert_parallel.forward import EveryTokenForward, ExpertsForward
 from booster_hybrid.inner_model import inner_model
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.policy.base import matches
 from booster_hybrid.tensor_parallel.adapters import parameter_wrappers
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
@@ -132,7 +132,7 @@ def spread_experts(
             parameter.data = split.take(parameter.data)
             held.add(id(parameter))
             splits.update(dict.fromkeys(names_of[id(parameter)], split))
-        install_experts(each, group, Changes(), each.num_experts)
+        install_experts(each, group, ModulePatches(), each.num_experts)
     return splits, held
 
 
@@ -156,7 +156,7 @@ def _splits_of_adapters(experts: ExpertsModule, group: RankGroup) -> Iterator[tu
             yield each.weight, Split(tuple(each.weight.shape), 1, tuple((start, start + share) for start in starts))
 
 
-def install_experts(experts: ExpertsModule, group: RankGroup, changes: Changes, num_experts: int) -> None:
+def install_experts(experts: ExpertsModule, group: RankGroup, changes: ModulePatches, num_experts: int) -> None:
     """Let a module of experts exchange tokens with the other ranks; its parameters keep their values.
 
     Args:

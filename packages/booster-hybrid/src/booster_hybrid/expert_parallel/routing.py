@@ -25,7 +25,7 @@ _has_no_values: ContextVar[bool] = ContextVar("booster tokens without values", d
 
 
 @contextlib.contextmanager
-def evenly_routed() -> Iterator[None]:
+def assuming_balanced_experts() -> Iterator[None]:
     """Let as many tokens of this thread choose each expert inside, as in a plan, where choices have no values."""
     token = _has_no_values.set(True)
     try:
@@ -35,7 +35,7 @@ def evenly_routed() -> Iterator[None]:
 
 
 def is_evenly_routed() -> bool:
-    """Return whether this thread is in `evenly_routed`."""
+    """Return whether this thread is in `assuming_balanced_experts`."""
     return _has_no_values.get()
 
 

@@ -1,9 +1,9 @@
 """Tensors whose values a stage can't know: what layers and parameters of other stages make.
 
-An absent tensor has shape, strides, dtype and device, and no storage. A `StageRun` lets it through the model's code
-outside of the layers, by the form of what each function would return; anywhere else, and wherever its values decide
-something, it raises `AbsentValueError`. The other kind of absent values, those that an engine brings when they are used
-(`booster_runtime.memory`), is known here.
+An absent tensor has shape, strides, dtype and device, and no storage. A `StageForwardMode` lets it through the model's
+code outside of the layers, by the form of what each function would return; anywhere else, and wherever its values
+decide something, it raises `AbsentValueError`. The other kind of absent values, those that an engine brings when they
+are used (`booster_runtime.memory`), is known here.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ModuleOutput(NamedTuple):
         return f"{self.module}#{self.call}{self.path}"
 
 
-class Form(NamedTuple):
+class ActivationMeta(NamedTuple):
     """All of a tensor but its values."""
 
     shape: torch.Size
@@ -85,7 +85,7 @@ class Form(NamedTuple):
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
+    def of(cls, tensor: Tensor) -> ActivationMeta:
         """Return a tensor's form."""
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - the public context is for subclasses alone
             stride = tensor.stride() if tensor.layout is torch.strided else ()
@@ -99,7 +99,7 @@ class Form(NamedTuple):
 class AbsentTensor(Tensor):
     """A tensor without values; see `absent_like`."""
 
-    form: Form
+    form: ActivationMeta
     origin: str
     outputs: tuple[ModuleOutput, ...] = ()  # in a dry run: from what its values could be computed
     arrived: Tensor | None = None  # its values, where a stage has received them as an argument of its first layer
@@ -193,7 +193,7 @@ def is_plain(leaf: Any) -> bool:
     return isinstance(leaf, (Tensor, *_PLAIN))
 
 
-def absent_like(form: Form, origin: str, outputs: tuple[ModuleOutput, ...] = ()) -> AbsentTensor:
+def absent_like(form: ActivationMeta, origin: str, outputs: tuple[ModuleOutput, ...] = ()) -> AbsentTensor:
     """Return a tensor without values.
 
     Args:
@@ -307,7 +307,7 @@ def as_absent(value: Any) -> Any:
         origin = origin_of(tensor)
         if origin is None or isinstance(tensor, AbsentTensor):
             return tensor
-        return absent_like(Form.of(tensor), origin, outputs_behind([tensor]))
+        return absent_like(ActivationMeta.of(tensor), origin, outputs_behind([tensor]))
 
     return pytree.tree_map_only(Tensor, replaced, value)
 
@@ -374,7 +374,7 @@ class _Given(NamedTuple):
     place: int
 
 
-class Forms:
+class MetaCache:
     """Finds out what functions return for absent arguments, on fake tensors; once for each form of arguments.
 
     Args:
@@ -420,7 +420,7 @@ class Forms:
                 leaves[index].outputs = outputs
         made = [
             absent_like(leaf, origin, outputs)
-            if isinstance(leaf, Form)
+            if isinstance(leaf, ActivationMeta)
             else leaves[leaf.place]
             if isinstance(leaf, _Given)
             else leaf
@@ -433,7 +433,7 @@ class Forms:
         device = "cpu"
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                form = Form.of(leaf)
+                form = ActivationMeta.of(leaf)
                 device = form.device.type
                 described.append((form, is_absent(leaf)))
             elif isinstance(leaf, _PLAIN):
@@ -452,7 +452,7 @@ class Forms:
             found = self._on_trials(function, leaves, structure, error)
         if torch.is_grad_enabled() and function not in _DETACHING and any(map(_has_gradient, leaves)):
             with_gradient = (
-                leaf._replace(requires_grad=True) if isinstance(leaf, Form) else leaf for leaf in found.leaves
+                leaf._replace(requires_grad=True) if isinstance(leaf, ActivationMeta) else leaf for leaf in found.leaves
             )
             return found._replace(leaves=tuple(with_gradient))
         return found
@@ -472,7 +472,7 @@ class Forms:
             output = function(*args, **kwargs)
         back = {id(each): leaf for each, leaf in zip(given, leaves, strict=True)}
         return pytree.tree_map_only(
-            Tensor, lambda tensor: back.get(id(tensor), absent_like(Form.of(tensor), origin, outputs)), output
+            Tensor, lambda tensor: back.get(id(tensor), absent_like(ActivationMeta.of(tensor), origin, outputs)), output
         )
 
     def _on_fakes(self, function: Callable[..., Any], leaves: Sequence[Any], structure: pytree.TreeSpec) -> _Result:
@@ -482,7 +482,7 @@ class Forms:
                 if not isinstance(leaf, Tensor):
                     given.append(leaf)
                 elif leaf.layout is torch.strided:
-                    given.append(Form.of(leaf).empty())
+                    given.append(ActivationMeta.of(leaf).empty())
                 else:
                     given.append(self._fakes.from_tensor(leaf.detach()))
             return self._described(function, given, leaves, structure)
@@ -522,11 +522,11 @@ class Forms:
             if isinstance(leaf, Tensor):
                 index = index_of.get(id(leaf))
                 if index is not None:
-                    if Form.of(leaf)[:4] != Form.of(leaves[index])[:4]:
+                    if ActivationMeta.of(leaf)[:4] != ActivationMeta.of(leaves[index])[:4]:
                         refuse(_name(function), leaves)  # it changes the tensor's form in place
                     described.append(_Given(index))
                 else:
-                    described.append(Form.of(leaf))
+                    described.append(ActivationMeta.of(leaf))
             elif isinstance(leaf, _PLAIN):
                 described.append(leaf)
             else:

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
-    Form,
-    Forms,
+    ActivationMeta,
+    MetaCache,
     absent_like,
     as_absent,
     is_absent,
@@ -35,7 +35,7 @@ from booster_hybrid.pipeline.absent import (
 )
 from booster_hybrid.pipeline.arguments import ArgumentNames
 from booster_hybrid.pipeline.p2p import check_sendable
-from booster_hybrid.pipeline.stage_run import AbsentCalls, StageRun, show
+from booster_hybrid.pipeline.stage_forward import AbsentCalls, StageForwardMode, show
 from booster_hybrid.skipped_layers import host_states
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
@@ -183,7 +183,7 @@ def idle_modules(
 
 
 @dataclass(frozen=True)
-class Crossing:
+class BoundarySpec:
     """What a stage gets from the one before.
 
     Args:
@@ -201,7 +201,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Needs:
+class StageInputs:
     """What stages get in training or in evaluation.
 
     Args:
@@ -210,7 +210,7 @@ class Needs:
         sample_dims: For paths of outputs, along which dimension they have an entry per sample; ``None`` for none.
     """
 
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[BoundarySpec, ...]
     skips_idle: bool = True
     sample_dims: Mapping[str, int | None] = field(default_factory=dict)
 
@@ -227,7 +227,7 @@ class Cuts:
     """
 
     trace: Trace
-    needs: Mapping[bool, Needs]
+    needs: Mapping[bool, StageInputs]
     idle: Mapping[str, frozenset[int]] = field(default_factory=dict)
     draws_on_host: bool = False
 
@@ -289,10 +289,10 @@ class StagedModel:
         self._active: StageRange | None = None
         self._received: Mapping[str, Tensor] = {}
         self._streams: MicrobatchStreams | None = None
-        self._run: StageRun | None = None
-        self._forms = Forms()
-        self._gates: list[_Gate] = []
-        self._enclosed: list[tuple[nn.Module, _Gate | None]] = []
+        self._run: StageForwardMode | None = None
+        self._forms = MetaCache()
+        self._gates: list[_LayerForward] = []
+        self._enclosed: list[tuple[nn.Module, _LayerForward | None]] = []
         self._hollow_places: list[tuple[nn.Module, str]] = []
         self._num_returns: Counter[str] = Counter()
         self._made: dict[str, tuple[Tensor, int]] = {}
@@ -315,7 +315,7 @@ class StagedModel:
             module: Any = modules[layer.name]
             if getattr(module, "gradient_checkpointing", False) and not self._holds(position):
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
-            gate = _Gate(self, module, position, may_be_tried=may_be_tried)
+            gate = _LayerForward(self, module, position, may_be_tried=may_be_tried)
             self._gates.append(gate)
             self._enclosed.append((module, gate))
             self._set_forward(module, gate)
@@ -379,7 +379,7 @@ class StagedModel:
         return self.cuts.trace.layers[position]
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> StageInputs:
         """What stages get in the mode that the model is in."""
         return self.cuts.needs[self.model.training]
 
@@ -397,7 +397,7 @@ class StagedModel:
                     if id(parameter) in kept:
                         continue
                     gone.append(f"{name}.{key}" if name else key)
-                    form = Form.of(parameter)._replace(dtype=dtype_of(parameter))
+                    form = ActivationMeta.of(parameter)._replace(dtype=dtype_of(parameter))
                     del module._parameters[key]  # noqa: SLF001 - the only way to leave a plain tensor in its place
                     object.__setattr__(module, key, absent_like(form, f"parameter '{gone[-1]}'"))
                     self._hollow_places.append((module, key))
@@ -515,8 +515,8 @@ class StagedModel:
             raise self._skipped(stage, stage.first, "with which it begins")
         return outputs, payload or {}
 
-    def _new_run(self) -> StageRun:
-        return StageRun(self.model, self._forms, self._streams)
+    def _new_run(self) -> StageForwardMode:
+        return StageForwardMode(self.model, self._forms, self._streams)
 
     def enclose_compiled(self) -> None:
         """Enter compiled modules from outside of what is compiled, which is not to depend on the stage."""
@@ -540,7 +540,11 @@ class StagedModel:
         return call.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what `Module.compile` has compiled
 
     def call_layer(
-        self, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
+        self,
+        gate: _LayerForward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: Callable[..., Any] | None = None,
     ) -> Any:
         """Do what a layer does in the active stage.
 
@@ -587,7 +591,7 @@ class StagedModel:
         return output
 
     def _with_received(
-        self, stage: StageRange, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, stage: StageRange, gate: _LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a layer's arguments with what the stage has received; the model's code goes on with that, too."""
         args, kwargs = with_arrived((args, kwargs))
@@ -645,7 +649,7 @@ class StagedModel:
         """Return what a layer would return, without the values; see `AbsentCalls.result`."""
         if self._run is not None:
             return calls.result(self._run, args, kwargs, seen)
-        with StageRun(self.model, self._forms, None) as run:  # backward recomputes what is around the layer
+        with StageForwardMode(self.model, self._forms, None) as run:  # backward recomputes what is around the layer
             return calls.result(run, args, kwargs, seen)
 
     def show_what_came(self, position: int, absent: Tensor, seen: Collection[nn.Module]) -> None:
@@ -729,7 +733,7 @@ class StagedModel:
         )
 
 
-class _Gate:
+class _LayerForward:
     """The forward of a layer in a staged model."""
 
     def __init__(self, staged: StagedModel, module: nn.Module, position: int, *, may_be_tried: bool) -> None:
@@ -762,7 +766,9 @@ class _Gate:
         if self._like is not None and not is_watched:
             value = self.names.get(self._like, args, kwargs)
             if isinstance(value, torch.Tensor):
-                return absent_like(value.form if isinstance(value, AbsentTensor) else Form.of(value), self._origin)
+                return absent_like(
+                    value.form if isinstance(value, AbsentTensor) else ActivationMeta.of(value), self._origin
+                )
         seen: list[tuple[nn.Module, Any]] = []
         if self._may_be_tried and (not has_shapes or is_watched):
             try:
@@ -777,7 +783,7 @@ class _Gate:
                     mark_written(leaf, self._origin)
         arguments = self._arguments(args, kwargs)
         forms = {
-            path: absent_like(Form.of(leaf), self._origin)
+            path: absent_like(ActivationMeta.of(leaf), self._origin)
             for path, leaf in arguments.items()
             if isinstance(leaf, torch.Tensor)
         }
@@ -814,7 +820,7 @@ class _CompiledCall:
     """What a compiled module is called by in a staged model."""
 
     def __init__(
-        self, staged: StagedModel, module: nn.Module, gate: _Gate | None, compiled: Callable[..., Any]
+        self, staged: StagedModel, module: nn.Module, gate: _LayerForward | None, compiled: Callable[..., Any]
     ) -> None:
         self._staged, self.module, self.gate, self.compiled = staged, module, gate, compiled
 

@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.ranks import NamedCall
-from booster_hybrid.pipeline.itinerary import Itinerary
 from booster_hybrid.pipeline.label_means import LabelMeans, other_mean
 from booster_hybrid.pipeline.microbatches import cut_batch, join_outputs
+from booster_hybrid.pipeline.rank_schedule import RankSchedule
 from booster_hybrid.pipeline.runtime import PipelineRun
-from booster_hybrid.pipeline.schedule import Work, make_schedule
+from booster_hybrid.pipeline.schedule import ActionKind, make_schedule
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed
 from booster_hybrid.same_batch import checksum_of, different_batches
-from booster_hybrid.skipped_layers import kept_generators
+from booster_hybrid.skipped_layers import preserve_generators
 from booster_hybrid.to_host import ToHost
 from booster_runtime import collectives
 from booster_runtime.data import move_batch
 from booster_runtime.label_means import are_parts_weighed
-from booster_runtime.sharding import between_hosts
+from booster_runtime.sharding import control_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from booster_hybrid.optimizer import HybridOptimizer
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.microbatches import SplitHook
-    from booster_hybrid.pipeline.p2p import Link
-    from booster_hybrid.pipeline.per_sample import SampleEntries
+    from booster_hybrid.pipeline.p2p import P2PChannel
+    from booster_hybrid.pipeline.per_sample import BatchDimensions
     from booster_hybrid.pipeline.schedule import Schedule
-    from booster_hybrid.same_training import OutsideReads
+    from booster_hybrid.same_training import DirectWeightUses
 
 _MOST_WAIT = 5.0
 """Seconds for which a rank that has failed waits for others to fail alike; they wait for it in a collective else."""
@@ -78,8 +78,8 @@ class PipelineEngine:
         staged: StagedModel,
         config: PipelineConfig,
         index: int,
-        link: Link,
-        entries: SampleEntries,
+        link: P2PChannel,
+        entries: BatchDimensions,
         *,
         replica: Axis,
         data: Axis,
@@ -88,7 +88,7 @@ class PipelineEngine:
         device: torch.device,
         gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         written: Callable[[], Exception | None] = lambda: None,
-        outside_reads: OutsideReads | None = None,
+        outside_reads: DirectWeightUses | None = None,
         exchanges_tokens: bool = False,
         draws_on_host: bool = False,
         split_hook: SplitHook | None = None,
@@ -104,7 +104,7 @@ class PipelineEngine:
         self._sharing = [axis for axis in sharing if axis.size > 1]
         self._run_options = {**(run_options or {}), "failed_alone": self._has_failed_alone}
         self._schedules: dict[int, Schedule] = {}
-        self._itineraries: dict[tuple[int, bool], Itinerary] = {}
+        self._itineraries: dict[tuple[int, bool], RankSchedule] = {}
         self._num_batches = 0
         self._means_before: ToHost | None = None
         self._has_warned = False
@@ -118,13 +118,13 @@ class PipelineEngine:
             self._schedules[num_microbatches] = known
         return known
 
-    def itinerary(self, num_microbatches: int, *, trains: bool) -> Itinerary:
+    def itinerary(self, num_microbatches: int, *, trains: bool) -> RankSchedule:
         """Return what this rank does and exchanges in a batch of so many microbatches."""
         known = self._itineraries.get((num_microbatches, trains))
         if known is None:
             schedule = self.schedule(num_microbatches)
             splits = trains and schedule.is_split and self._run_options.get("split") is not None
-            known = Itinerary(schedule, self._index, trains=trains, splits=splits)
+            known = RankSchedule(schedule, self._index, trains=trains, splits=splits)
             self._itineraries[num_microbatches, trains] = known
         return known
 
@@ -173,7 +173,7 @@ class PipelineEngine:
             with self._gathered(), self._kept_generators():
                 run.run()
             if optimizer is not None:
-                backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]
+                backwards = [each for each in schedule.actions(self._index) if each.work is not ActionKind.FORWARD]
                 optimizer.finish_batch(missing_rounds=(most - len(parts)) * (len(backwards) // len(parts)))
             error, outputs = run.error or self._written(), None
             if means is not None and error is None:
@@ -218,7 +218,7 @@ class PipelineEngine:
     @contextlib.contextmanager
     def _kept_generators(self) -> Iterator[None]:
         """Leave the generators to scripts as the ranks had them, so that these draw alike on all of them."""
-        with kept_streams(self._device), kept_generators() if self._draws_on_host else contextlib.nullcontext():
+        with kept_streams(self._device), preserve_generators() if self._draws_on_host else contextlib.nullcontext():
             yield
 
     def _split_together(self, batches: Iterator[Any]) -> tuple[list[Any], list[int], int, int]:
@@ -264,7 +264,7 @@ class PipelineEngine:
         """
         if axis.size == 1:
             return [*values]
-        told = torch.tensor(values, dtype=torch.int64, device=between_hosts(self._device, axis.group))
+        told = torch.tensor(values, dtype=torch.int64, device=control_device(self._device, axis.group))
         collectives.all_reduce(told, dist.ReduceOp.MAX, axis.group).wait()
         found: list[int] = told.tolist()
         return found

@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.per_sample import lengths_of, not_per_sample
-from booster_hybrid.skipped_layers import kept_generators
+from booster_hybrid.skipped_layers import preserve_generators
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,7 +90,7 @@ def check_entries(dataloader: DataLoader[Any] | None) -> list[dict[str, int]]:
 def _collated(dataloader: DataLoader[Any], number: int) -> Any:
     """Return a batch of the first samples of a data set; reading these may draw random numbers, which is undone."""
     dataset: Any = dataloader.dataset
-    with torch.random.fork_rng(devices=[]), kept_generators():
+    with torch.random.fork_rng(devices=[]), preserve_generators():
         samples = [dataset[index] for index in range(min(number, len(dataset)))]
         return dataloader.collate_fn(samples) if dataloader.batch_sampler is not None else samples[0]
 

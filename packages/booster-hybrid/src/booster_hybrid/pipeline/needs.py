@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 from booster_core.errors import AbsentValueError, BoosterError, ConfigError
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
-    Form,
-    Forms,
+    ActivationMeta,
+    MetaCache,
     ModuleOutput,
     absent_like,
     is_absent,
@@ -36,10 +36,10 @@ from booster_hybrid.pipeline.absent import (
     read_by,
 )
 from booster_hybrid.pipeline.cut import (
-    Crossing,
+    BoundarySpec,
     Cuts,
-    Needs,
     StagedModel,
+    StageInputs,
     held_parameters,
     idle_modules,
     prefixes,
@@ -47,7 +47,7 @@ from booster_hybrid.pipeline.cut import (
 )
 from booster_hybrid.pipeline.microbatches import count_samples, doubled
 from booster_hybrid.pipeline.runtime import explained
-from booster_hybrid.pipeline.stage_run import NotedRun, kept_attributes
+from booster_hybrid.pipeline.stage_forward import NotedRun, preserve_attributes
 from booster_hybrid.pipeline.trace import call_on, run_dry, stand_ins, trace_on, with_stand_ins
 from booster_runtime.data import leaves_by_path, tensors_of
 
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_hybrid.pipeline.cut import StageRange
-    from booster_hybrid.pipeline.stage_run import StageRun
+    from booster_hybrid.pipeline.stage_forward import StageForwardMode
     from booster_hybrid.pipeline.trace import Trace, WholeRun
 
 
 def find_needs(
     model: nn.Module, lists: Sequence[str], batch: Any, num_stages: int, asked: Sequence[int] | None, *, trains: bool
-) -> tuple[Trace, Needs]:
+) -> tuple[Trace, StageInputs]:
     """Run a model and its stages dry, in the mode that the model is in.
 
     Args:
@@ -80,7 +80,7 @@ def find_needs(
     Raises:
         ConfigError: If a stage needs what can't be sent to it, or computes something else than the whole model.
     """
-    found: list[tuple[Trace, WholeRun, Needs]] = []
+    found: list[tuple[Trace, WholeRun, StageInputs]] = []
 
     def run(make: Callable[[Tensor], Tensor], example: Any) -> None:
         tensors, options = stand_ins(model, make), {"is_fake": make is not torch.Tensor.detach, "trains": trains}
@@ -174,7 +174,7 @@ class _Search:
         self._cuts = Cuts(trace, {}, idle_modules(modules, trace, ranges))
         self._first = [trace.layers[stage.first].name for stage in ranges]
 
-    def run(self) -> Needs:
+    def run(self) -> StageInputs:
         """Return what stages need.
 
         Raises:
@@ -188,20 +188,22 @@ class _Search:
                 raise
             return self._needs(skips_idle=False)
 
-    def _needs(self, *, skips_idle: bool) -> Needs:
-        crossings = [Crossing(()) for _ in self._ranges]
+    def _needs(self, *, skips_idle: bool) -> StageInputs:
+        crossings = [BoundarySpec(()) for _ in self._ranges]
         staged = _DryStages(self._model, self._cuts, self._ranges, self._whole, is_fake=self._is_fake)
         try:
             for stage in reversed(self._ranges):
                 self._complete(staged, stage, crossings, skips_idle=skips_idle)
         finally:
             staged.restore()
-        return Needs(tuple(crossings), skips_idle)
+        return StageInputs(tuple(crossings), skips_idle)
 
-    def _complete(self, staged: _DryStages, stage: StageRange, crossings: list[Crossing], *, skips_idle: bool) -> None:
+    def _complete(
+        self, staged: _DryStages, stage: StageRange, crossings: list[BoundarySpec], *, skips_idle: bool
+    ) -> None:
         """Run a stage until it needs nothing more than what its crossing says."""
         while True:
-            needs = Needs(tuple(crossings), skips_idle)
+            needs = StageInputs(tuple(crossings), skips_idle)
             staged.cuts = replace(self._cuts, needs={True: needs, False: needs})
             sent = crossings[stage.index].extras
             try:
@@ -212,14 +214,14 @@ class _Search:
                 what = f"output {absent[0] or '(all)'} needs values of {origin}" if absent else ""
             except AbsentValueError as error:
                 what, missing = read_by(error)
-            crossings[stage.index] = Crossing(staged.carried, sent)
+            crossings[stage.index] = BoundarySpec(staged.carried, sent)
             if not what:
                 self._compare(staged, stage, results)
                 return
             more = {each for label in missing for each in self._sendable(label)}.difference(sent)
             if not more or stage.is_first:
                 raise self._refused(stage, what)
-            crossings[stage.index] = Crossing(staged.carried, tuple(sorted({*sent, *more})))
+            crossings[stage.index] = BoundarySpec(staged.carried, tuple(sorted({*sent, *more})))
 
     def _run_stage(self, staged: _DryStages, stage: StageRange, sent: Sequence[ModuleOutput]) -> dict[str, Tensor]:
         """Return what the model returns on the last stage; nothing on others."""
@@ -227,7 +229,7 @@ class _Search:
         instead = dict(self._tensors)
         for name, parameter in self._model.named_parameters():
             if id(parameter) not in held:
-                instead[name] = absent_like(Form.of(instead[name]), f"parameter '{name}'")
+                instead[name] = absent_like(ActivationMeta.of(instead[name]), f"parameter '{name}'")
         received = {} if stage.is_first else dict(self._whole.arguments[stage.first])
         received.update((output.name, self._whole.outputs[output]) for output in sent)
         received = {
@@ -235,7 +237,7 @@ class _Search:
         }
         staged.begin(stage)
         staged.forward = with_stand_ins(self._model, instead)
-        with kept_attributes(self._model), staged.activated(stage.index, received):
+        with preserve_attributes(self._model), staged.activated(stage.index, received):
             try:
                 outputs, _ = staged.run(self._batch)
             except AbsentValueError:
@@ -303,7 +305,7 @@ class _DryStages(StagedModel):
         self, model: nn.Module, cuts: Cuts, ranges: Sequence[StageRange], whole: WholeRun, *, is_fake: bool
     ) -> None:
         super().__init__(model, cuts, ranges)
-        self._forms = Forms(is_dry=is_fake)
+        self._forms = MetaCache(is_dry=is_fake)
         self._watch({output.module for output in whole.outputs})
         for layer in cuts.trace.layers:
             module: Any = self._modules[layer.name]
@@ -320,7 +322,7 @@ class _DryStages(StagedModel):
         self._first = stage.first
         self.enclose_compiled()
 
-    def _new_run(self) -> StageRun:
+    def _new_run(self) -> StageForwardMode:
         return NotedRun(self.model, self._forms, self.calls)
 
     def enter_layer(self, position: int) -> None:

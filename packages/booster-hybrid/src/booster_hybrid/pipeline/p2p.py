@@ -76,8 +76,8 @@ def check_sendable(tensor: Tensor, what: str) -> None:
         raise ConfigError(msg)
 
 
-class Sent:
-    """A message on its way; `Link.release` lets go of it.
+class SendHandle:
+    """A message on its way; `P2PChannel.release` lets go of it.
 
     Args:
         parts: What to wait for, with the tensor that it reads.
@@ -98,7 +98,7 @@ Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 """The formats and shapes of the tensors that follow a header; those without elements are not sent."""
 
 
-class _Usual:
+class _ShapeHint:
     """What messages of each kind look like, as their sender and their receiver both know."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class _Expected:
     tensors: deque[tuple[Any, Tensor]] = field(default_factory=deque)
 
 
-class Link:
+class P2PChannel:
     """Messages between this rank and the others of its pipeline.
 
     Args:
@@ -148,10 +148,10 @@ class Link:
         has_cpu = all("cpu:" in dist.get_backend_config(group) for group in channels.values())
         self._header_device = torch.device("cpu") if has_cpu else device
         self._asks_ahead = device.type == "cpu"
-        self._sent: dict[Sent, None] = {}
+        self._sent: dict[SendHandle, None] = {}
         self._expected: dict[int, deque[_Expected]] = {}
-        self._usual_to: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
-        self._usual_from: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
+        self._usual_to: dict[int, _ShapeHint] = {rank: _ShapeHint() for rank in range(len(ranks))}
+        self._usual_from: dict[int, _ShapeHint] = {rank: _ShapeHint() for rank in range(len(ranks))}
 
     def connect(self) -> None:
         """Send a first message through each channel between ranks on devices, one channel after the other.
@@ -168,7 +168,7 @@ class Link:
             start = self._start(message, receiver) if self._index == sender else self._ask(message, sender)
             start[0].wait()
 
-    def send(self, tensors: Mapping[str, Tensor] | None, to: int, kind: Hashable = None) -> Sent:
+    def send(self, tensors: Mapping[str, Tensor] | None, to: int, kind: Hashable = None) -> SendHandle:
         """Start sending tensors; they must not be changed before `release` or `finish`.
 
         Args:
@@ -196,7 +196,7 @@ class Link:
         parts += [self._start(tensor.detach().contiguous(), to) for tensor in follow]
         if tensors is not None:
             self._usual_to[to].note(kind, layout)
-        sent = Sent(parts)
+        sent = SendHandle(parts)
         self._sent[sent] = None
         return sent
 
@@ -255,7 +255,7 @@ class Link:
         self._usual_from[sender].note(expected.kind, layout)
         return {name: tensor.requires_grad_(needs) for name, (tensor, needs) in tensors.items()}
 
-    def release(self, sent: Sent) -> None:
+    def release(self, sent: SendHandle) -> None:
         """Return once a message has left, and keep its tensors alive no longer."""
         self._sent.pop(sent, None)
         sent.finish()

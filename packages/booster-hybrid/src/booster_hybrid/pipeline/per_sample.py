@@ -1,4 +1,4 @@
-"""`SampleEntries`: check that a tensor has an entry for each sample before microbatches cut it.
+"""`BatchDimensions`: check that a tensor has an entry for each sample before microbatches cut it.
 
 A vector of class weights may be as long as a batch, and one batch does not tell it from targets. Batches of two sizes
 do: what is for each sample has grown with the batch. Where no other size was seen, the tensors that could be for all
@@ -41,7 +41,7 @@ def not_per_sample(path: str, found: str) -> ConfigError:
     return ConfigError(f"The batch can't be split into microbatches: {path or 'it'} {found}. {_REMEDY}")
 
 
-class SampleEntries:
+class BatchDimensions:
     """Remembers the lengths of entries in batches of different sizes.
 
     Args:

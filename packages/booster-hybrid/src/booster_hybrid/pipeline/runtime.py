@@ -11,9 +11,9 @@ import torch
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_hybrid.pipeline.absent import is_absent, refuse
-from booster_hybrid.pipeline.itinerary import Itinerary
 from booster_hybrid.pipeline.label_means import CountedLoss
-from booster_hybrid.pipeline.schedule import Work
+from booster_hybrid.pipeline.rank_schedule import RankSchedule
+from booster_hybrid.pipeline.schedule import ActionKind
 from booster_runtime.label_means import counting
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.label_means import LabelMeans
-    from booster_hybrid.pipeline.p2p import Link, Sent
+    from booster_hybrid.pipeline.p2p import P2PChannel, SendHandle
     from booster_hybrid.pipeline.record import PipelineRecord
     from booster_hybrid.pipeline.schedule import Action, Schedule
     from booster_hybrid.pipeline.weight_gradients import PendingGradients, SplitBackward
     from booster_hybrid.random_streams import MicrobatchStreams
-    from booster_hybrid.same_training import OutsideReads
+    from booster_hybrid.same_training import DirectWeightUses
 
 _REASONS = {
     "more than one element of the written-to tensor": (
@@ -83,7 +83,7 @@ class PipelineRun:
         staged: StagedModel,
         schedule: Schedule,
         index: int,
-        link: Link,
+        link: P2PChannel,
         microbatches: Sequence[Mapping[str, Any]],
         weights: Sequence[float],
         criterion: Callable[[Any, Any], Tensor],
@@ -92,10 +92,10 @@ class PipelineRun:
         keeps_outputs: bool = False,
         split: SplitBackward | None = None,
         record: PipelineRecord | None = None,
-        itinerary: Itinerary | None = None,
+        itinerary: RankSchedule | None = None,
         streams: Sequence[MicrobatchStreams] | None = None,
         means: LabelMeans | None = None,
-        reads: OutsideReads | None = None,
+        reads: DirectWeightUses | None = None,
         failed_alone: Callable[[], bool] = lambda: False,
     ) -> None:
         self._means, self._reads, self._failed_alone = means, reads, failed_alone
@@ -106,14 +106,14 @@ class PipelineRun:
         self._split = split if backward is not None and schedule.is_split else None
         self._received: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._produced: dict[tuple[int, int], dict[str, Any]] = {}
-        self._local: dict[tuple[Work, int, int], dict[str, Tensor] | None] = {}
-        self._itinerary = itinerary or Itinerary(
+        self._local: dict[tuple[ActionKind, int, int], dict[str, Tensor] | None] = {}
+        self._itinerary = itinerary or RankSchedule(
             schedule, index, trains=backward is not None, splits=self._split is not None
         )
         ranks = range(schedule.placement.num_ranks)
-        self._sent: dict[int, deque[tuple[int, Sent]]] = {rank: deque() for rank in ranks}
+        self._sent: dict[int, deque[tuple[int, SendHandle]]] = {rank: deque() for rank in ranks}
         self._inbox = {sender: deque(self._itinerary.messages_from(sender)) for sender in ranks}
-        self._arrived: dict[tuple[Work, int, int], dict[str, Tensor] | None] = {}
+        self._arrived: dict[tuple[ActionKind, int, int], dict[str, Tensor] | None] = {}
         self._pending: dict[tuple[int, int], PendingGradients] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
@@ -134,9 +134,9 @@ class PipelineRun:
             self._expect_from(sender)
         for place, action in enumerate(self._itinerary.actions):
             is_last = place == self._itinerary.last_backward
-            if action.work is Work.FORWARD:
+            if action.work is ActionKind.FORWARD:
                 self._run_forward(action)
-            elif action.work is Work.BACKWARD_WEIGHT:
+            elif action.work is ActionKind.BACKWARD_WEIGHT:
                 self._run_weights(action, is_last=is_last)
             else:
                 self._run_backward(action, is_last=is_last)
@@ -150,12 +150,12 @@ class PipelineRun:
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = (stage, microbatch)
-        received = {} if stage == 0 else self._take(Work.FORWARD, stage - 1, microbatch)
+        received = {} if stage == 0 else self._take(ActionKind.FORWARD, stage - 1, microbatch)
         payload = None
         with self._unless_failed(received), self._during(action):
             payload = self._forward(key, received or {})
         if stage < self._schedule.placement.num_stages - 1:
-            self._give(Work.FORWARD, stage, microbatch, stage + 1, payload)
+            self._give(ActionKind.FORWARD, stage, microbatch, stage + 1, payload)
 
     @contextlib.contextmanager
     def _unless_failed(self, arrived: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -233,12 +233,12 @@ class PipelineRun:
         stage, microbatch = action.stage, action.microbatch
         key = (stage, microbatch)
         is_end = stage == self._schedule.placement.num_stages - 1
-        arrived = {} if is_end else self._take(Work.BACKWARD, stage + 1, microbatch)
+        arrived = {} if is_end else self._take(ActionKind.BACKWARD, stage + 1, microbatch)
         answer = None
         with self._unless_failed(arrived), self._during(action):
             answer = self._input_gradients(key, arrived or {}, is_end=is_end, is_last=is_last)
         if stage > 0:
-            self._give(Work.BACKWARD, stage, microbatch, stage - 1, None if self._has_failed else answer)
+            self._give(ActionKind.BACKWARD, stage, microbatch, stage - 1, None if self._has_failed else answer)
 
     def _input_gradients(
         self, key: tuple[int, int], arrived: Mapping[str, Tensor], *, is_end: bool, is_last: bool
@@ -265,7 +265,7 @@ class PipelineRun:
             self._backward(roots, [torch.zeros_like(root) for root in roots], is_last)
 
     def _give(
-        self, work: Work, stage: int, microbatch: int, to_stage: int, tensors: Mapping[str, Tensor] | None
+        self, work: ActionKind, stage: int, microbatch: int, to_stage: int, tensors: Mapping[str, Tensor] | None
     ) -> None:
         to = self._schedule.placement.rank_of(to_stage)
         if to == self._index:
@@ -279,7 +279,7 @@ class PipelineRun:
             place = self._itinerary.place_at(to, (work, stage, microbatch), to_stage)
             self._sent[to].append((place, sent))
 
-    def _take(self, work: Work, stage: int, microbatch: int) -> dict[str, Tensor] | None:
+    def _take(self, work: ActionKind, stage: int, microbatch: int) -> dict[str, Tensor] | None:
         """Return what a stage has sent, after whatever its rank has sent before; ``None`` where that has failed."""
         wanted = (work, stage, microbatch)
         sender = self._schedule.placement.rank_of(stage)

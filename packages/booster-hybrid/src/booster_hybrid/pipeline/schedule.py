@@ -28,7 +28,7 @@ ZERO_BUBBLE = "zbv"
 """The style that splits backward, and whose stages run through the ranks and back."""
 
 
-class Work(enum.Enum):
+class ActionKind(enum.Enum):
     """What a rank does with one microbatch in one stage."""
 
     FORWARD = "forward"
@@ -42,11 +42,11 @@ class Work(enum.Enum):
     __hash__ = object.__hash__  # by identity: that of enumerations runs Python code, and plans hash a lot
 
 
-COSTS: Mapping[Work, int] = {
-    Work.FORWARD: 1,
-    Work.BACKWARD: 2,
-    Work.BACKWARD_INPUT: 1,
-    Work.BACKWARD_WEIGHT: 1,
+COSTS: Mapping[ActionKind, int] = {
+    ActionKind.FORWARD: 1,
+    ActionKind.BACKWARD: 2,
+    ActionKind.BACKWARD_INPUT: 1,
+    ActionKind.BACKWARD_WEIGHT: 1,
 }
 """How long each takes, for one stage, in the time of a forward: gradients cost two products for each of forward's."""
 
@@ -60,7 +60,7 @@ class Action(NamedTuple):
         microbatch: With which part of the batch.
     """
 
-    work: Work
+    work: ActionKind
     stage: int
     microbatch: int
 
@@ -127,7 +127,7 @@ class Schedule:
     @functools.cached_property
     def is_split(self) -> bool:
         """Whether gradients of weights are computed apart from those of inputs."""
-        return any(event.action.work is Work.BACKWARD_WEIGHT for event in self.events[0])
+        return any(event.action.work is ActionKind.BACKWARD_WEIGHT for event in self.events[0])
 
     @property
     def duration(self) -> int:
@@ -143,10 +143,10 @@ class Schedule:
         """Return the largest number of forwards whose activations a rank keeps for backward at one time."""
         live = peak = 0
         for event in self.events[rank]:
-            if event.action.work is Work.FORWARD:
+            if event.action.work is ActionKind.FORWARD:
                 live += 1
                 peak = max(peak, live)
-            elif event.action.work in (Work.BACKWARD, Work.BACKWARD_WEIGHT):
+            elif event.action.work in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 live -= 1
         return peak
 
@@ -194,9 +194,9 @@ def _in_turns(style: str, placement: Placement, count: int, rank: int) -> list[A
         for chunk in range(chunks)
         for microbatch in range(first, min(first + ranks, full))
     ]
-    forwards = [Action(Work.FORWARD, *each) for each in order]
+    forwards = [Action(ActionKind.FORWARD, *each) for each in order]
     ends = (chunks - 1) * ranks + 2 * rank
-    backwards = [Action(Work.BACKWARD, ends - stage, microbatch) for stage, microbatch in order]
+    backwards = [Action(ActionKind.BACKWARD, ends - stage, microbatch) for stage, microbatch in order]
     warm_up = {"gpipe": full, "1f1b": ranks - rank - 1}.get(style, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
     actions = forwards[:warm_up]
     for turn in itertools.zip_longest(forwards[warm_up:], backwards):
@@ -218,7 +218,7 @@ def _timed(placement: Placement, count: int, orders: Sequence[Sequence[Action]])
                 action = order[places[rank]]
                 work, stage, microbatch = action
                 ready: int | None = 0
-                if work is Work.FORWARD:
+                if work is ActionKind.FORWARD:
                     ready = forward.get((stage - 1, microbatch))
                 else:
                     ready = forward.get((last, microbatch)) if stage == last else backward.get((stage + 1, microbatch))
@@ -226,7 +226,7 @@ def _timed(placement: Placement, count: int, orders: Sequence[Sequence[Action]])
                     break
                 start = max(ready, free[rank])
                 free[rank] = start + COSTS[work]
-                (forward if work is Work.FORWARD else backward)[stage, microbatch] = free[rank]
+                (forward if work is ActionKind.FORWARD else backward)[stage, microbatch] = free[rank]
                 events[rank].append(Event(action, start, free[rank]))
                 places[rank] += 1
                 num_left -= 1
@@ -242,7 +242,7 @@ class _Worker:
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self._place = {action: place for place, action in enumerate(actions)}
-        self._ready: dict[Work, list[tuple[int, Action]]] = {work: [] for work in Work}
+        self._ready: dict[ActionKind, list[tuple[int, Action]]] = {work: [] for work in ActionKind}
         self.num_left = len(actions)
         self.free_at = 0
         self.live = 0
@@ -253,7 +253,7 @@ class _Worker:
         # Places differ, so that no two actions are compared.
         heapq.heappush(self._ready[action.work], (self._place[action], action))
 
-    def first(self, work: Work) -> Action | None:
+    def first(self, work: ActionKind) -> Action | None:
         """Return the preferred one of the actions of a kind that are ready."""
         ready = self._ready[work]
         return ready[0][1] if ready else None
@@ -262,7 +262,7 @@ class _Worker:
         """Do the preferred action of a kind; return when it is done."""
         heapq.heappop(self._ready[action.work])
         self.num_left -= 1
-        self.live += (action.work is Work.FORWARD) - (action.work is Work.BACKWARD_WEIGHT)
+        self.live += (action.work is ActionKind.FORWARD) - (action.work is ActionKind.BACKWARD_WEIGHT)
         self.free_at = now + COSTS[action.work]
         self.events.append(Event(action, now, self.free_at))
         return self.free_at
@@ -277,7 +277,7 @@ class _Planner:
 
     def run(self) -> Schedule:
         for microbatch in range(self._count):
-            self._workers[self._placement.rank_of(0)].add(Action(Work.FORWARD, 0, microbatch))
+            self._workers[self._placement.rank_of(0)].add(Action(ActionKind.FORWARD, 0, microbatch))
         ends: dict[int, list[Action]] = {}
         now = 0
         while any(worker.num_left for worker in self._workers):
@@ -296,7 +296,7 @@ class _Planner:
             Action(work, stage, microbatch)
             for stage in reversed(self._placement.stages_of(rank))
             for microbatch in range(self._count)
-            for work in (Work.FORWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT)
+            for work in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
         ]
 
     def _finish(self, action: Action) -> None:
@@ -304,22 +304,22 @@ class _Planner:
         work, stage, microbatch = action.work, action.stage, action.microbatch
         is_last = stage == self._placement.num_stages - 1
         following: list[Action] = []
-        if work is Work.FORWARD:
-            following.append(Action(Work.BACKWARD_INPUT if is_last else work, stage + (not is_last), microbatch))
-        elif work is Work.BACKWARD_INPUT:
+        if work is ActionKind.FORWARD:
+            following.append(Action(ActionKind.BACKWARD_INPUT if is_last else work, stage + (not is_last), microbatch))
+        elif work is ActionKind.BACKWARD_INPUT:
             # The forward there is long done: this microbatch has come back through the stages after it.
             following += [Action(work, stage - 1, microbatch)] if stage else []
-            following += [Action(Work.BACKWARD_WEIGHT, stage, microbatch)]
+            following += [Action(ActionKind.BACKWARD_WEIGHT, stage, microbatch)]
         for each in following:
             self._workers[self._placement.rank_of(each.stage)].add(each)
 
     def _choice(self, worker: _Worker) -> Action | None:
         """Return what a rank takes up."""
-        chosen = worker.first(Work.BACKWARD_INPUT)
+        chosen = worker.first(ActionKind.BACKWARD_INPUT)
         limit = 2 * self._placement.num_ranks
         if chosen is None and worker.live < limit:
             # The last room is for the way back: with only first halves in it, nothing could ever finish.
-            chosen = worker.first(Work.FORWARD)
+            chosen = worker.first(ActionKind.FORWARD)
             if chosen is not None and worker.live == limit - 1 and chosen.stage < self._placement.num_ranks:
                 chosen = None
-        return chosen or worker.first(Work.BACKWARD_WEIGHT)
+        return chosen or worker.first(ActionKind.BACKWARD_WEIGHT)

@@ -14,8 +14,8 @@ from torch import nn
 
 from booster_core.state import NamedTensors
 from booster_hybrid.pipeline.cut import Cuts, StagedModel, held_modules, idle_modules, share_layers
-from booster_hybrid.pipeline.host_draws import HostDraws
 from booster_hybrid.pipeline.needs import find_needs
+from booster_hybrid.pipeline.python_random import PythonRandomUse
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.trace import copy_of
 from booster_runtime.activations import enable_activation_checkpointing
@@ -117,7 +117,7 @@ def find_cuts(model: nn.Module, lists: Sequence[str], batch: Any, config: Pipeli
     """
     num_stages = make_schedule(config.style, config.size, 1, config.num_chunks).placement.num_stages
     own = _copy_of(model) or model
-    watched = HostDraws(model, own)
+    watched = PythonRandomUse(model, own)
     with watched:
         trace, needs = find_needs(own, lists, batch, num_stages, config.num_layers_per_stage, trains=trains)
     names = [layer.name for layer in trace.layers]

@@ -22,10 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError
 from booster_core.state import call_with_tensors
-from booster_hybrid.pipeline.absent import AbsentTensor, Form, Forms, ModuleOutput, absent_like, quiet_fakes
+from booster_hybrid.pipeline.absent import (
+    AbsentTensor,
+    ActivationMeta,
+    MetaCache,
+    ModuleOutput,
+    absent_like,
+    quiet_fakes,
+)
 from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
-from booster_hybrid.pipeline.stage_run import OF_TORCH, NotedRun, kept_attributes
-from booster_hybrid.skipped_layers import FixedDraws
+from booster_hybrid.pipeline.stage_forward import OF_TORCH, NotedRun, preserve_attributes
+from booster_hybrid.skipped_layers import ConstantRandomMode
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by, tensors_of
 
@@ -57,7 +64,7 @@ class Kept:
         leaves, form = self.value
         origin = f"what layer '{layer}' writes into '{self.module}.{self.name}'"
         return pytree.tree_unflatten(
-            [absent_like(leaf, origin) if isinstance(leaf, Form) else leaf for leaf in leaves], form
+            [absent_like(leaf, origin) if isinstance(leaf, ActivationMeta) else leaf for leaf in leaves], form
         )
 
 
@@ -164,11 +171,11 @@ def trace_on(
         )
         raise ConfigError(msg)
     whole = WholeRun()
-    run = NotedRun(model, Forms(), whole.calls)
+    run = NotedRun(model, MetaCache(), whole.calls)
     recorder = _Recorder(modules, {id(layer): name for name, layer in found.items()}, run, whole)
     recorder.watch()
     try:
-        with kept_attributes(model), run:
+        with preserve_attributes(model), run:
             output = call_on(model, tensors, batch)
     finally:
         recorder.close()
@@ -327,7 +334,7 @@ def _attributes(modules: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[str, s
 
 def _forms_of(value: Any) -> tuple[list[Any], Any]:
     leaves, form = pytree.tree_flatten(value)
-    return [Form.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], form
+    return [ActivationMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], form
 
 
 def is_inside(name: str, layers: Collection[str]) -> bool:
@@ -338,7 +345,7 @@ def is_inside(name: str, layers: Collection[str]) -> bool:
     return False
 
 
-class _Fakes(FixedDraws):
+class _Fakes(ConstantRandomMode):
     """A context in which tensors are fake, and single random numbers so high that no layer is skipped by chance.
 
     Args:
@@ -382,7 +389,7 @@ def run_dry(model: nn.Module, batch: Any, run: Callable[[Callable[[torch.Tensor]
         Exception: What it raised on real tensors.
     """
     batch = taken_by(model, batch)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), kept_attributes(model):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), preserve_attributes(model):
         # Some kernels' shapes are known for bf16 alone, such as those of products of groups.
         for narrow in (False, True):
             try:
@@ -393,7 +400,7 @@ def run_dry(model: nn.Module, batch: Any, run: Callable[[Callable[[torch.Tensor]
             except Exception:  # noqa: BLE001, S112 - a value was asked for, which only a real run has
                 continue
             return
-        with FixedDraws(), _Unwritten(model):
+        with ConstantRandomMode(), _Unwritten(model):
             run(torch.Tensor.detach, batch)
 
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.torch_functions import FACTS, name_of
 from booster_runtime.data import call_with, taken_by
 
@@ -59,7 +59,7 @@ class Watch(TorchFunctionMode):
         self._running: Counter[int] = Counter()
         self.found: dict[str, str] = {}
 
-    def allow(self, key: int, module: nn.Module, changes: Changes) -> None:
+    def allow(self, key: int, module: nn.Module, changes: ModulePatches) -> None:
         """Let a parameter be read while a module runs.
 
         Args:
@@ -108,7 +108,7 @@ def record_calls(
         split: The parameters that are to be split, by ``id``.
         is_training: Whether its modules are in training mode.
     """
-    recording, changes = Recording(), Changes()
+    recording, changes = Recording(), ModulePatches()
     watch = Watch({key: name for key, (name, _) in split.items()})
     _note_calls(recording, watched, alike, changes)
     for key, (_, readers) in split.items():
@@ -130,7 +130,7 @@ def record_calls(
 
 
 def _note_calls(
-    recording: Recording, watched: Mapping[str, nn.Module], alike: Mapping[nn.Module, str], changes: Changes
+    recording: Recording, watched: Mapping[str, nn.Module], alike: Mapping[nn.Module, str], changes: ModulePatches
 ) -> None:
     returned: dict[str, Any] = {}
 

@@ -16,9 +16,9 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_hybrid.expert_parallel.apply import install_experts
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
-from booster_hybrid.probe.kinds import kind_of
+from booster_hybrid.probe.kinds import structural_key
 from booster_hybrid.probe.running import Result, Runner, Setting, settings_of
 from booster_hybrid.probe.units import place_of
 from booster_hybrid.probe.values import NoValuesError, random_values, restored
@@ -50,7 +50,9 @@ def check_experts(experts: Sequence[ExpertsModule], device: torch.device) -> Non
     """
     checked = set()
     for each in experts:
-        kind = kind_of(each.module, place_of(each.name), {"": (*each.parameters, *each.counts, each.takes_every_token)})
+        kind = structural_key(
+            each.module, place_of(each.name), {"": (*each.parameters, *each.counts, each.takes_every_token)}
+        )
         if kind not in checked:
             checked.add(kind)
             with restored(each.module, device):
@@ -82,7 +84,7 @@ class _Probe:
             ConfigError: If the spread module gives something else.
         """
         reason = ""
-        changes = Changes()
+        changes = ModulePatches()
         for attribute in self._experts.counts:
             changes.attribute(self._experts.module, attribute, self._num_experts)
         try:
@@ -182,7 +184,7 @@ class _Probe:
         self._refuse_difference(Result(output, summed), Result(output, shared), setting, slice(None))
 
     def _on_rank(self, runner: Runner, values: Mapping[int, Tensor], rank: InProcessRank) -> Result:
-        changes, share = Changes(), self._num_experts // _RANKS
+        changes, share = ModulePatches(), self._num_experts // _RANKS
         try:
             install_experts(self._experts, rank, changes, self._num_experts)
             here = {

@@ -21,7 +21,7 @@ _DEPTH = 3
 _OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "training"))
 
 
-def kind_of(module: nn.Module, place: int | None, rules: Mapping[str, object]) -> Hashable:
+def structural_key(module: nn.Module, place: int | None, rules: Mapping[str, object]) -> Hashable:
     """Return what tells modules apart.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.policy.base import Style
 from booster_hybrid.probe.batches import (
     MOST_POSITIONS,
@@ -28,9 +28,9 @@ from booster_hybrid.probe.batches import (
 )
 from booster_hybrid.probe.calls import Call, Recording, copied, record_calls
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
-from booster_hybrid.probe.kinds import kind_of
+from booster_hybrid.probe.kinds import structural_key
 from booster_hybrid.probe.running import Difference, Result, Runner, Setting, settings_of
-from booster_hybrid.probe.units import Unit, around, calls_of, is_torchs_own, name_around, units_of
+from booster_hybrid.probe.units import ProbeTarget, around, calls_of, is_torchs_own, name_around, units_of
 from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored
 from booster_hybrid.tensor_parallel.plan import COLUMNS, ROWS, TensorParallelModel, TensorPlan
 from booster_hybrid.tensor_parallel.split import is_repeated
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from booster_hybrid.policy.base import ShardingPolicy
 
     SplitSequence = Callable[
-        [nn.Module, Sequence[Sequence[nn.Module]], InProcessRank, TensorParallelModel, Changes], object
+        [nn.Module, Sequence[Sequence[nn.Module]], InProcessRank, TensorParallelModel, ModulePatches], object
     ]
 
 
@@ -136,21 +136,21 @@ class _Probe:
         self._whole_sequences = tuple(f"{name}." for name in whole)
         self._lists = tuple(f"{name}." for name in lists)
         rank = InProcessRank(None, 0, plan.size)
-        changes = Changes()
+        changes = ModulePatches()
         try:
             self._splits = plan.install(rank, changes).splits
         finally:
             changes.undo()
 
     def run(self) -> CheckedPolicy:
-        kinds: dict[Hashable, list[Unit]] = {}
+        kinds: dict[Hashable, list[ProbeTarget]] = {}
         units = units_of(self._plan)
         if self._split_sequence is not None:
             units += self._whole_layers(units)
         for unit in units:
             inside = len(unit.name) + 1 if unit.name else 0
             rules = {name[inside:]: self._plan.targets[name] for name in unit.targets}
-            kinds.setdefault(kind_of(unit.module, unit.place, rules), []).append(unit)
+            kinds.setdefault(structural_key(unit.module, unit.place, rules), []).append(unit)
         recordings = self._record(list(kinds.values()))
         recording = recordings[0]
         if recording.reads_outside:
@@ -174,7 +174,7 @@ class _Probe:
         left_whole = frozenset(name.rpartition(".")[0] for name in unreached)
         return CheckedPolicy(unchecked | self._without_calls(called, unchecked), left_whole)
 
-    def _whole_layers(self, units: Sequence[Unit]) -> list[Unit]:
+    def _whole_layers(self, units: Sequence[ProbeTarget]) -> list[ProbeTarget]:
         """Return the layers of which the plan splits nothing, but whose sequences would be split."""
         known = {layer for unit in units for layers in unit.layers for layer in layers}
         found = []
@@ -182,10 +182,10 @@ class _Probe:
             layers = self._plan.names.modules.get(path)
             for key, layer in layers.named_children() if isinstance(layers, nn.ModuleList) else ():
                 if layer not in known and not f"{path}.".startswith(self._whole_sequences):
-                    found.append(Unit(f"{path}.{key}", layer, (), int(key), ((layer,),)))
+                    found.append(ProbeTarget(f"{path}.{key}", layer, (), int(key), ((layer,),)))
         return found
 
-    def _record(self, kinds: Sequence[Sequence[Unit]]) -> list[Recording]:
+    def _record(self, kinds: Sequence[Sequence[ProbeTarget]]) -> list[Recording]:
         """Run the model where there is a batch, and again at another length where sequences are split."""
         if self._batch is None:
             return [Recording(failure="there was no batch")]
@@ -243,7 +243,7 @@ class _Probe:
         return path in self._plan.policy.layers and isinstance(self._plan.names.modules[path], nn.ModuleList)
 
     def _check_at_lengths(
-        self, unit: Unit, kinds: Sequence[Sequence[Unit]], recordings: Sequence[Recording]
+        self, unit: ProbeTarget, kinds: Sequence[Sequence[ProbeTarget]], recordings: Sequence[Recording]
     ) -> set[str]:
         """Raise if a unit computes something else when it is split, or when its sequences are, at any length."""
         called = self._check_in_place(unit, kinds, recordings[0])
@@ -253,7 +253,7 @@ class _Probe:
         return called
 
     def _check_in_place(
-        self, unit: Unit, kinds: Sequence[Sequence[Unit]], recording: Recording, *, is_first: bool = True
+        self, unit: ProbeTarget, kinds: Sequence[Sequence[ProbeTarget]], recording: Recording, *, is_first: bool = True
     ) -> set[str]:
         """Raise if a unit computes something else when it is split, also where the layers around it are split."""
         try:
@@ -262,7 +262,7 @@ class _Probe:
             if unit.place is None or name_around(self._plan, unit) not in recording.calls:
                 raise
             # It may be given something that a layer before it has made for this rank, as a bias of its heads.
-            changes = Changes()
+            changes = ModulePatches()
             try:
                 return self._check(around(self._plan, unit, kinds, changes), recording, is_first=is_first)
             except (ConfigError, _UncheckableError):
@@ -271,7 +271,7 @@ class _Probe:
                 changes.undo()
             raise
 
-    def _check(self, unit: Unit, recording: Recording, *, is_first: bool) -> set[str]:
+    def _check(self, unit: ProbeTarget, recording: Recording, *, is_first: bool) -> set[str]:
         """Raise if a unit computes something else when it is split; return which targets were called."""
         if unit.targets == (unit.name,) and is_torchs_own(unit.module):
             return {unit.name}
@@ -299,13 +299,13 @@ class _Probe:
             msg = reasons[0] if reasons else f"it can't be called on random hidden states, and {shown}"
         raise _UncheckableError(msg)
 
-    def _length(self, unit: Unit) -> int:
+    def _length(self, unit: ProbeTarget) -> int:
         """Return a number of positions for random hidden states."""
         size = self._plan.size
         clear = None if self._split_sequence is None else clear_number(unit.module, _SAMPLES, MOST_POSITIONS // size)
         return 2 * size + 1 if clear is None else clear * size
 
-    def _compare(self, comparison: _Comparison, whole: Result, unit: Unit, *, is_first: bool) -> set[str]:
+    def _compare(self, comparison: _Comparison, whole: Result, unit: ProbeTarget, *, is_first: bool) -> set[str]:
         what = f"The sharding policy of {self._model_name} changes what {unit.title} computes"
         called: set[str] = set()
         if is_first:
@@ -327,7 +327,7 @@ class _Probe:
         self._has_split_sequences = True
         return called
 
-    def _with_split_sequences(self, unit: Unit) -> list[tuple[nn.Module, ...]]:
+    def _with_split_sequences(self, unit: ProbeTarget) -> list[tuple[nn.Module, ...]]:
         """Return the layers of a unit whose sequences would be split, list by list."""
         paths = {module: f"{name}." for name, module in self._plan.names.outermost.items()}
         return [
@@ -337,7 +337,7 @@ class _Probe:
             and (not self._lists or paths[each[0]].startswith(self._lists))
         ]
 
-    def _of_gradients(self, unit: Unit) -> Callable[[str], str]:
+    def _of_gradients(self, unit: ProbeTarget) -> Callable[[str], str]:
         return lambda found: (
             f"The sharding policy of {self._model_name} changes the gradients of {unit.title}, not its outputs: "
             f"{found}. In `custom_policy`, a parameter or module that is whole on every rank but works on split "
@@ -377,7 +377,7 @@ class _Comparison:
     def __init__(
         self,
         plan: TensorPlan,
-        unit: Unit,
+        unit: ProbeTarget,
         call: Call,
         setting: Setting,
         device: torch.device,
@@ -433,7 +433,7 @@ class _Comparison:
         rank: InProcessRank,
     ) -> Difference:
         """Return what differs on a rank."""
-        changes, plan = Changes(), self._plan
+        changes, plan = ModulePatches(), self._plan
         try:
             result = plan.install(rank, changes, self._unit.targets)
             if split_sequence is not None:
@@ -467,7 +467,7 @@ def _part(values: Tensor, split: Any) -> Tensor:
     return part.requires_grad_(values.requires_grad)
 
 
-def _remedy(plan: TensorPlan, unit: Unit, splits: Mapping[str, Any]) -> str:
+def _remedy(plan: TensorPlan, unit: ProbeTarget, splits: Mapping[str, Any]) -> str:
     """Return what to correct, with the linear layers that look fused."""
     of = {name: splits[f"{name}.weight"] for name in unit.targets if plan.targets[name].style in (*COLUMNS, *ROWS)}
     inputs = {each.global_shape[each.dim] for name, each in of.items() if plan.targets[name].style is Style.ROW}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.probe.calls import Call, copied, eager
 from booster_hybrid.probe.values import holding
 
@@ -181,7 +181,7 @@ class Runner:
     def _output(self, values: Mapping[int, Tensor], call: Call, leaves: Any = None) -> Any:
         """Return the unit's first floating output, or with leaves what it gives altogether."""
         args, kwargs = call
-        changes = Changes()
+        changes = ModulePatches()
         for each in self._module.modules():
             changes.attribute(each, "training", value=self._setting.is_training)
         try:

@@ -18,10 +18,10 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.inner_model import inner_model
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.probe.batches import call_of_other_length, calls_of_model, is_clear
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
-from booster_hybrid.probe.kinds import kind_of
+from booster_hybrid.probe.kinds import structural_key
 from booster_hybrid.probe.running import Result, Runner, Setting, settings_of
 from booster_hybrid.probe.values import NoValuesError, random_values, restored
 from booster_hybrid.sequence_parallel.apply import refuse_router_losses, split_layers
@@ -109,7 +109,7 @@ class _Probe:
 
     def run(self, call: Call, *, is_short: bool) -> str | None:
         """Compare on a batch, with one layer of each kind or with all; return why that could not be done."""
-        changes = Changes()
+        changes = ModulePatches()
         if is_short:
             self._leave_out(changes)
         try:
@@ -121,13 +121,13 @@ class _Probe:
         finally:
             changes.undo()
 
-    def _leave_out(self, changes: Changes) -> None:
+    def _leave_out(self, changes: ModulePatches) -> None:
         """Leave one layer of each kind in each list, but two where there are: models may use what is in between."""
         modules = dict(self._model.named_modules())
         for layers in (modules[name] for name in self._lists if isinstance(modules.get(name), nn.ModuleList)):
             kinds: dict[Any, tuple[str, nn.Module]] = {}
             for place, (key, layer) in enumerate(layers.named_children()):
-                kinds.setdefault(kind_of(layer, place, {}), (key, layer))
+                kinds.setdefault(structural_key(layer, place, {}), (key, layer))
             changes.attribute(layers, "_modules", dict([*layers.named_children()][:2]) | dict(kinds.values()))
 
     def _compared(self, call: Call) -> str | None:

@@ -1,4 +1,4 @@
-"""`Unit`: a module that gets and returns whole tensors, around what a plan changes."""
+"""`ProbeTarget`: a module that gets and returns whole tensors, around what a plan changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from booster_runtime.data import named_forward
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from booster_hybrid.layer_plan import Changes
+    from booster_hybrid.layer_plan import ModulePatches
     from booster_hybrid.probe.calls import Call
     from booster_hybrid.tensor_parallel.plan import TensorPlan
 
@@ -28,7 +28,7 @@ _SEED = 20231
 
 
 @dataclass(frozen=True)
-class Unit:
+class ProbeTarget:
     """A module around some of the changes of a plan.
 
     Args:
@@ -51,7 +51,7 @@ class Unit:
         return f"layer '{self.name}'" if self.name else "the model"
 
 
-def units_of(plan: TensorPlan) -> list[Unit]:
+def units_of(plan: TensorPlan) -> list[ProbeTarget]:
     """Return the smallest modules around the changes of a plan whose inputs and outputs are whole.
 
     Args:
@@ -75,11 +75,13 @@ def units_of(plan: TensorPlan) -> list[Unit]:
     for name, targets in sorted(found.items(), key=lambda each: min(map(order.index, each[1]))):
         place = place_of(name)
         layers = () if place is None else ((modules[name],),)
-        units.append(Unit(name, modules[name], tuple(sorted(targets, key=order.index)), place, layers))
+        units.append(ProbeTarget(name, modules[name], tuple(sorted(targets, key=order.index)), place, layers))
     return units
 
 
-def around(plan: TensorPlan, unit: Unit, kinds: Sequence[Sequence[Unit]], changes: Changes) -> Unit:
+def around(
+    plan: TensorPlan, unit: ProbeTarget, kinds: Sequence[Sequence[ProbeTarget]], changes: ModulePatches
+) -> ProbeTarget:
     """Return what is around a layer, with one layer of each kind: layers may hand on to each other what is split.
 
     Args:
@@ -100,10 +102,10 @@ def around(plan: TensorPlan, unit: Unit, kinds: Sequence[Sequence[Unit]], change
             if any(alike[0].module in kept.values() for alike in inside):
                 lists.append(tuple(kept.values()))
     targets = tuple(target for alike in inside for target in alike[0].targets)
-    return Unit(name, plan.names.outermost[name], targets, None, tuple(lists))
+    return ProbeTarget(name, plan.names.outermost[name], targets, None, tuple(lists))
 
 
-def name_around(plan: TensorPlan, unit: Unit) -> str:
+def name_around(plan: TensorPlan, unit: ProbeTarget) -> str:
     """Return the name of the module whose forward calls a layer."""
     name = unit.name.rpartition(".")[0]
     while name and not _is_callable(plan.names.outermost[name]):
@@ -142,7 +144,9 @@ def place_of(name: str) -> int | None:
     return numbers[-1] if numbers else None
 
 
-def calls_of(plan: TensorPlan, unit: Unit, recorded: Call | None, device: torch.device, length: int) -> Iterator[Call]:
+def calls_of(
+    plan: TensorPlan, unit: ProbeTarget, recorded: Call | None, device: torch.device, length: int
+) -> Iterator[Call]:
     """Yield calls of a unit to try: as the model calls it for a batch, or on random hidden states alone.
 
     Args:
@@ -171,7 +175,7 @@ def calls_of(plan: TensorPlan, unit: Unit, recorded: Call | None, device: torch.
         yield recorded
 
 
-def _width(plan: TensorPlan, unit: Unit) -> int | None:
+def _width(plan: TensorPlan, unit: ProbeTarget) -> int | None:
     """Return the size of the hidden states: the number of inputs of the first linear layer that takes them whole."""
     whole = (Style.COLUMN, Style.COLUMN_GATHER, Style.HEAD, Style.ROW_SPLIT)
     for name in unit.targets or plan.targets:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.tensor_parallel.split import is_repeated
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def holding(
         device: Where buffers are copied to.
         dtype: Of copies of floating buffers.
     """
-    changes = Changes()
+    changes = ModulePatches()
     try:
         for each in module.modules():
             for name, parameter in list(each._parameters.items()):  # noqa: SLF001 - `setattr` refuses what is no parameter

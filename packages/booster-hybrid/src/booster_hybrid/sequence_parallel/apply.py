@@ -18,7 +18,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention, set_attention_context
 from booster_hybrid.sequence_parallel.layers import ListRun, lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.loss import LogitsOfPositions, head_of
@@ -113,7 +113,7 @@ def split_layers(
     for stack, layers in stacks:
         stack.mixers = mixers or stack.mixers
         gather_for_mixers(layers, stack)
-        run = ListRun(model, layers, mode, Changes())
+        run = ListRun(model, layers, mode, ModulePatches())
         for index, layer in enumerate(layers):
             split_relative_biases(layer, stack)
             is_last = index == len(layers) - 1

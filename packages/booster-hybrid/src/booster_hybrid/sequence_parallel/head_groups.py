@@ -23,7 +23,7 @@ LEAST_BYTES = {"cpu": 1 << 20, "cuda": 1 << 24}
 devices need the work of many heads to be busy."""
 
 
-def travelling_groups(query: Tensor, key: Tensor, value: Tensor, longest: int, num_threads: int) -> list[HeadGroup]:
+def head_chunks(query: Tensor, key: Tensor, value: Tensor, longest: int, num_threads: int) -> list[HeadGroup]:
     """Return the groups of heads whose keys and values go round one after the other; the same ones on every rank.
 
     Args:

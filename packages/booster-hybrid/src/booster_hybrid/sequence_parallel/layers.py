@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.pipeline.trace import CONTAINERS, is_plain_output, shown_output
-from booster_hybrid.skipped_layers import REMEDY, FixedDraws, kept_generators, skipped_at_random
+from booster_hybrid.skipped_layers import REMEDY, ConstantRandomMode, preserve_generators, skipped_at_random
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def check_no_layer_is_skipped(
         ConfigError: If it does.
     """
 
-    def called(draws: FixedDraws) -> set[str]:
-        changes = Changes()
+    def called(draws: ConstantRandomMode) -> set[str]:
+        changes = ModulePatches()
         found: set[str] = set()
         for name, layer in layers.items():
             changes.hook(layer.register_forward_pre_hook(lambda *_, name=name: found.add(name)))
@@ -74,9 +74,9 @@ def check_no_layer_is_skipped(
             changes.undo()
         return found
 
-    with kept_generators():
+    with preserve_generators():
         try:
-            seen = called(FixedDraws())  # other layers may be of no use for this batch
+            seen = called(ConstantRandomMode())  # other layers may be of no use for this batch
         except Exception:  # noqa: BLE001 - it may not run in training mode
             return
         skipped = skipped_at_random(model, [name for name in layers if name in seen], called)
@@ -101,7 +101,7 @@ class ListRun:
         changes: Notes the hooks.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], mode: str, changes: Changes) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], mode: str, changes: ModulePatches) -> None:
         self._model_name, self._mode = type(model).__name__, mode
         self._is_running, self._is_split = False, False
         modules = dict(model.named_modules())

@@ -74,7 +74,7 @@ def _round(
             pending = None
 
 
-class Homeward:
+class GradientRing:
     """Gradients of keys and values, which visit the ranks that attend to these and come home with the sum.
 
     In a ring a rank keeps its share of its own. The others' begin at the next rank, and take one hop less than the
@@ -89,7 +89,7 @@ class Homeward:
 
     def __init__(self, key: Tensor, value: Tensor, layout: SequenceLayout, rings: Sequence[RankGroup]) -> None:
         self._key, self._value, self._layout, self._rings = key, value, layout, rings
-        self._rounds: list[_Homeward | None] = [None] * len(rings)
+        self._rounds: list[_GradientRing | None] = [None] * len(rings)
         self._flat: Tensor | None = None
 
     def sums(self, owner: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ class Homeward:
             if current is None:
                 ranks = _ranks(rings, owner - owner % (stride * rings[0].size))
                 numels = [_numel(self._key, self._value, self._layout.lengths[rank]) for rank in ranks]
-                current = self._rounds[depth] = _Homeward(numels, rings[0])
+                current = self._rounds[depth] = _GradientRing(numels, rings[0])
             current.send(index, flat)
             if not current.is_complete:
                 return
@@ -130,7 +130,7 @@ class Homeward:
         return _unpacked(self._flat, self._key, self._value, self._key.shape[2])
 
 
-class _Homeward:
+class _GradientRing:
     """Gradients on their way round one ring.
 
     Args:

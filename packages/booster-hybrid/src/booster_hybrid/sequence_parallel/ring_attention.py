@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from booster_hybrid.sequence_parallel.blocks import find_blocks
 from booster_hybrid.sequence_parallel.explicit_scores import ExplicitScores
-from booster_hybrid.sequence_parallel.head_groups import computed_groups, placed, travelling_groups
+from booster_hybrid.sequence_parallel.head_groups import computed_groups, head_chunks, placed
 from booster_hybrid.sequence_parallel.kernels import FusedKernel, can_fuse
 from booster_hybrid.sequence_parallel.merging import MergedOutputs, sink_gradient, sum_format
-from booster_hybrid.sequence_parallel.ring import Homeward, visits
+from booster_hybrid.sequence_parallel.ring import GradientRing, visits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ class _Settings:
         """Yield the heads whose keys go round one after the other, and the settings for these."""
         groups = [(slice(None), slice(None))]
         if self.group.size > 1:
-            groups = travelling_groups(query, key, value, max(self.key_layout.lengths), self.num_threads)
+            groups = head_chunks(query, key, value, max(self.key_layout.lengths), self.num_threads)
         if len(groups) == 1:
             yield self, groups[0]
             return
@@ -232,7 +232,7 @@ def _differentiate(
     """Return the gradients of some heads' queries, keys and values, and add to that of their bias."""
     query, key, value, bias = inputs
     of_query = torch.zeros_like(query, dtype=sum_format(query))
-    home = Homeward(key, value, settings.key_layout, settings.rings)
+    home = GradientRing(key, value, settings.key_layout, settings.rings)
     for sender, keys, values in visits(key, value, settings.key_layout, settings.rings):
         of_keys, of_values = home.sums(sender)
         for block in settings.blocks(sender, bias):

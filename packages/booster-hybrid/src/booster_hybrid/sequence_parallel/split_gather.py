@@ -18,7 +18,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors, compiled_module
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.rank_group import AloneRank, RankGroup
 from booster_hybrid.sequence_parallel.exchange import (
     begin_gather,
@@ -28,11 +28,11 @@ from booster_hybrid.sequence_parallel.exchange import (
     scatter_sum,
 )
 from booster_hybrid.sequence_parallel.layers import ListRun, lists_of_layers, refuse_outputs_of_layers
-from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, LayerHooks, SplitList, mapped, with_hidden
+from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, LayerHooks, SplitModuleList, mapped, with_hidden
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.tensor_parallel.gradient_all_reduce import GradientAllReduce, sum_where_used
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, GatheredInput, RowForward
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
-from booster_hybrid.tensor_parallel.summed_use import SummedUse, sum_where_used
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from booster_hybrid.tensor_parallel.plan import TensorParallelModel
 
 
-class GatheringList(SplitList):
+class GatheringList(SplitModuleList):
     """A list of layers whose blocks gather whole sequences.
 
     Args:
@@ -102,7 +102,7 @@ def split_between_blocks(
     model = compiled_module(model) or model
     stacks = lists_of_layers(model, lists, "split_gather")
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-    split_layers(model, stacks, group, split, Changes())
+    split_layers(model, stacks, group, split, ModulePatches())
 
 
 def split_layers(
@@ -110,7 +110,7 @@ def split_layers(
     stacks: Sequence[Sequence[nn.Module]],
     group: RankGroup,
     split: TensorParallelModel,
-    changes: Changes,
+    changes: ModulePatches,
 ) -> None:
     """Split the sequences of some layers, in place.
 
@@ -154,7 +154,9 @@ def _is_leaf(block: nn.Module) -> bool:
 def _patched(block: nn.Module) -> dict[nn.Module, Any]:
     """Return the forwards of ours in a block that split something."""
     found = {module: vars(module).get("forward") for module in block.modules()}
-    return {module: each for module, each in found.items() if each is not None and not isinstance(each, SummedUse)}
+    return {
+        module: each for module, each in found.items() if each is not None and not isinstance(each, GradientAllReduce)
+    }
 
 
 def _blocks(layer: nn.Module) -> list[nn.Module]:
@@ -180,7 +182,7 @@ class _Borders:
 
     positions: GatheringList
     tensors: TensorParallelModel
-    changes: Changes
+    changes: ModulePatches
     kept: set[int] = field(default_factory=set)
 
     def split(self, layer: nn.Module, block: nn.Module) -> None:

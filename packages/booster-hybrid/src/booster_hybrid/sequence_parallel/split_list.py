@@ -1,4 +1,4 @@
-"""`SplitList`: a list of layers that work on this rank's positions, and what is done before and after each of them.
+"""`SplitModuleList`: a list of layers that work on this rank's positions, and what is done around each of them.
 
 Before the first layer this rank's positions are taken out of the hidden states, and after the last one the ranks' parts
 are put together. In between, and where backward computes a layer again, the list knows how long the sequences are.
@@ -25,7 +25,7 @@ HIDDEN_STATES = "hidden_states"
 """What layers call their own hidden states, where these are not the first positional argument."""
 
 
-class SplitList:
+class SplitModuleList:
     """How long the sequences are on which a list of layers runs, and who has which of their positions.
 
     Args:
@@ -90,7 +90,7 @@ class LayerHooks:
         is_last: Whether they are put together after it.
     """
 
-    def __init__(self, split: SplitList, run: ListRun, *, is_first: bool, is_last: bool) -> None:
+    def __init__(self, split: SplitModuleList, run: ListRun, *, is_first: bool, is_last: bool) -> None:
         self._split, self._run, self._is_first, self._is_last = split, run, is_first, is_last
 
     @outside_of_graphs
@@ -129,7 +129,7 @@ class LayerHooks:
         return mapped(output, self.join)
 
     def resume(self, num_here: int, others: Iterable[Any]) -> None:
-        """Note that a layer after the first one runs; see `SplitList.resume`."""
+        """Note that a layer after the first one runs; see `SplitModuleList.resume`."""
         del others
         self._split.resume(num_here)
 

@@ -20,7 +20,7 @@ from booster_core.state import compiled_module
 from booster_hybrid.pipeline.absent import is_absent
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
 from booster_hybrid.sequence_parallel.mask import SequenceMask
-from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, LayerHooks, SplitList
+from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, LayerHooks, SplitModuleList
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -67,7 +67,7 @@ class Mixers:
         return kind_of_layer(layer) in self.apart
 
 
-class Stack(SplitList):
+class Stack(SplitModuleList):
     """What the layers of one list share whose attention sees the other ranks' positions.
 
     Args:

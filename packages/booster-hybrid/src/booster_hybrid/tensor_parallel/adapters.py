@@ -19,11 +19,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.tensor_parallel.collectives import enter, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward, looked_up
+from booster_hybrid.tensor_parallel.gradient_all_reduce import sum_where_used
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
-from booster_hybrid.tensor_parallel.summed_use import sum_where_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,7 +50,7 @@ class AdapterSum:
         is_partial: As above.
     """
 
-    def __init__(self, module: nn.Module, group: RankGroup, changes: Changes, *, is_partial: bool) -> None:
+    def __init__(self, module: nn.Module, group: RankGroup, changes: ModulePatches, *, is_partial: bool) -> None:
         self.module, self.group, self.is_partial = module, group, is_partial
         changes.hook(module.register_forward_hook(self))
 
@@ -99,7 +99,7 @@ def split_adapters(
     summed_names: set[str],
     group: RankGroup,
     keep: Callable[[nn.Parameter, Split], None],
-    changes: Changes,
+    changes: ModulePatches,
 ) -> list[AdapterSum]:
     """Split the adapters of layers that have been split, in place.
 
@@ -153,7 +153,7 @@ def without_stacked_adapters(model: nn.Module) -> Iterator[None]:
     Args:
         model: A model that is run for all ranks within this process.
     """
-    changes = Changes()
+    changes = ModulePatches()
     try:
         for module in model.modules():
             if parameter_wrappers(module):
@@ -169,7 +169,7 @@ def _split_stacked(
     split: Split | None,
     group: RankGroup,
     keep: Callable[[nn.Parameter, Split], None],
-    changes: Changes,
+    changes: ModulePatches,
 ) -> None:
     """Split the adapters of a parameter of shape ``(experts, outputs, inputs)``, or ``(experts, inputs, outputs)``."""
     whole = f"{name}.{wrapper.parameter_name}"
@@ -192,7 +192,7 @@ def _split_one(
     split: Split,
     group: RankGroup,
     keep: Callable[[nn.Parameter, Split], None],
-    changes: Changes,
+    changes: ModulePatches,
 ) -> list[AdapterSum]:
     """Split the adapters of one layer."""
     changes.attribute(
@@ -234,7 +234,12 @@ def _like(split: Split, parameter: nn.Parameter, dim: int, name: str) -> Split:
 
 
 def _sum_gradients(
-    layer: nn.Module, base: nn.Module, names: ModuleNames, summed_names: set[str], group: RankGroup, changes: Changes
+    layer: nn.Module,
+    base: nn.Module,
+    names: ModuleNames,
+    summed_names: set[str],
+    group: RankGroup,
+    changes: ModulePatches,
 ) -> None:
     """Sum the gradients of adapters of a layer that is whole and works on split activations."""
     inside = {id(parameter) for parameter in base.parameters()}

@@ -17,7 +17,7 @@ from booster_hybrid.tensor_parallel.collectives import enter
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from booster_hybrid.layer_plan import Changes
+    from booster_hybrid.layer_plan import ModulePatches
     from booster_hybrid.rank_group import RankGroup
 
 
@@ -31,7 +31,7 @@ class SummedFeatures:
         changes: Notes the hook.
     """
 
-    def __init__(self, module: nn.Module, number: int, group: RankGroup, changes: Changes) -> None:
+    def __init__(self, module: nn.Module, number: int, group: RankGroup, changes: ModulePatches) -> None:
         self.module, self.group = module, group
         self._number = number
         changes.hook(module.register_forward_hook(self))

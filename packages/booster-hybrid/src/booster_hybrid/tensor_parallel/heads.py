@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from booster_hybrid.layer_plan import Changes
+    from booster_hybrid.layer_plan import ModulePatches
 
 
 class LocalWidth:
@@ -30,7 +30,7 @@ class LocalWidth:
         changes: Notes the hooks.
     """
 
-    def __init__(self, module: nn.Module, width: int, here: int, changes: Changes) -> None:
+    def __init__(self, module: nn.Module, width: int, here: int, changes: ModulePatches) -> None:
         self._width, self._here, self._changes = width, here, changes
         changes.hook(module.register_forward_pre_hook(self._narrow, with_kwargs=True))
 
@@ -56,7 +56,7 @@ def _real(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def cut_arguments(
-    module: nn.Module, names: Sequence[str], cuts: Sequence[tuple[int, int]], rank: int, changes: Changes
+    module: nn.Module, names: Sequence[str], cuts: Sequence[tuple[int, int]], rank: int, changes: ModulePatches
 ) -> None:
     """Let a module be called with its rank's heads of some tensors, which come with all heads.
 

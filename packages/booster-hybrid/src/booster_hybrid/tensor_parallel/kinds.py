@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_hybrid.layer_plan import Changes
-from booster_hybrid.probe.kinds import kind_of
+from booster_hybrid.layer_plan import ModulePatches
+from booster_hybrid.probe.kinds import structural_key
 from booster_hybrid.probe.values import restored
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _transposed(module: nn.Module) -> bool | None:
     weight, bias = own.get("weight"), own.get("bias")
     if weight is None or weight.dim() != 2 or (bias is not None and bias.dim() != 1):
         return None
-    key = kind_of(module, None, {})
+    key = structural_key(module, None, {})
     if key not in _found:
         _found[key] = _tried(module, weight.shape, None if bias is None else bias.shape)
     return _found[key]
@@ -52,7 +52,7 @@ def _tried(module: nn.Module, shape: torch.Size, bias_shape: torch.Size | None) 
     # Not its own transpose, and small, however large the weight is.
     weight = torch.randn(2 * shape[0] + shape[1], **options).as_strided(shape, (2, 1))
     bias = None if bias_shape is None else torch.randn(bias_shape, **options)
-    changes = Changes()
+    changes = ModulePatches()
     changes.entry(module._parameters, "weight", weight)  # noqa: SLF001 - `setattr` refuses what is no parameter
     if bias is not None:
         changes.entry(module._parameters, "bias", bias)  # noqa: SLF001

@@ -25,8 +25,8 @@ from booster_hybrid.tensor_parallel.collectives import (
     scatter_last,
 )
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.tensor_parallel.gradient_all_reduce import used
 from booster_hybrid.tensor_parallel.kinds import is_transposed
-from booster_hybrid.tensor_parallel.summed_use import used
 from booster_hybrid.tensor_parallel.whole_tensors import not_a_view
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.inner_model import inner_model
-from booster_hybrid.layer_plan import Changes
+from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.random_streams import SplitStreams
 from booster_hybrid.split_logits import SplitLogits, split_logits
@@ -25,13 +25,13 @@ from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, 
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
 from booster_hybrid.tensor_parallel.features import SummedFeatures
+from booster_hybrid.tensor_parallel.gradient_all_reduce import sum_where_used
 from booster_hybrid.tensor_parallel.head import HeadVocabulary
 from booster_hybrid.tensor_parallel.heads import LocalWidth, cut_arguments
 from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
-from booster_hybrid.tensor_parallel.summed_use import sum_where_used
 from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def parallelize(
         ConfigError: If a rule names a module that the model lacks, or sizes can't be split over the ranks.
     """
     plan = TensorPlan(model, policy, group.size, parallel_output=parallel_output)
-    split = plan.install(group, Changes())
+    split = plan.install(group, ModulePatches())
     split.streams = plan.separate_random_numbers(group)
     plan.cut_parameters(split)
     return split
@@ -129,7 +129,9 @@ class TensorPlan:
             elif rule.style is Style.VOCABULARY:
                 self._check_embedding(name)
 
-    def install(self, group: RankGroup, changes: Changes, only: Collection[str] | None = None) -> TensorParallelModel:
+    def install(
+        self, group: RankGroup, changes: ModulePatches, only: Collection[str] | None = None
+    ) -> TensorParallelModel:
         """Let modules of the model work on a rank's part; parameters keep their values, see `cut_parameters`.
 
         Args:
@@ -271,7 +273,7 @@ class TensorPlan:
 class _Installer:
     """Installs a plan for one rank."""
 
-    def __init__(self, plan: TensorPlan, group: RankGroup, changes: Changes) -> None:
+    def __init__(self, plan: TensorPlan, group: RankGroup, changes: ModulePatches) -> None:
         self._plan, self._group, self._changes = plan, group, changes
         self._model, self._names = plan.model, plan.names
         self._modules, self._parameters = plan.names.modules, plan.names.parameters

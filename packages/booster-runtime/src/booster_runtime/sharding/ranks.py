@@ -131,7 +131,7 @@ class RanksOfWorld:
         return ranks
 
 
-def between_hosts(device: torch.device, group: ProcessGroup | None = None) -> torch.device:
+def control_device(device: torch.device, group: ProcessGroup | None = None) -> torch.device:
     """Return where ranks exchange small facts that each rank's host knows and wants to know of the others.
 
     A backend of devices runs collectives after everything that the device was given before, such as all of backward:
@@ -176,7 +176,7 @@ def raised_on_all(name: str, device: torch.device) -> Iterator[None]:
     is_anywhere = error is not None
     if coordinator.world_size > 1:
         try:
-            is_anywhere = any(RaisedAnywhere(bytearray([is_anywhere]), device).wait())
+            is_anywhere = any(AnyRankFlags(bytearray([is_anywhere]), device).wait())
         except RuntimeError as caught:
             lost = caught
     if is_anywhere or lost is not None:
@@ -187,12 +187,12 @@ def raised_on_all(name: str, device: torch.device) -> Iterator[None]:
         raise lost
 
 
-class RaisedAnywhere:
+class AnyRankFlags:
     """Flags of this rank on their way to the others of a group.
 
     Args:
         flags: A byte for each flag, 0 or 1; as many on every rank.
-        device: Where the run computes; see `between_hosts`.
+        device: Where the run computes; see `control_device`.
         group: The ranks; ``None`` for all.
 
     Collective: every rank of the group, in the same order among collectives.
@@ -204,7 +204,7 @@ class RaisedAnywhere:
         self._pending: Pending | None = None
         if flags:
             own = torch.frombuffer(flags, dtype=torch.uint8)
-            self._told = own.to(between_hosts(device, group))
+            self._told = own.to(control_device(device, group))
             self._pending = collectives.all_reduce(self._told, dist.ReduceOp.MAX, group)
 
     def wait(self) -> bytes:

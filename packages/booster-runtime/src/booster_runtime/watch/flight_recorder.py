@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from booster_core.log import log
 from booster_core.ranks import nccl_margin_seconds
-from booster_runtime.watch.verdicts import Point
+from booster_runtime.watch.failure_detector import Point
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from booster_core.errors import MissingRanksError
 from booster_core.ranks import PROGRESS
 from booster_runtime.collectives.pending import WAITS
+from booster_runtime.watch.failure_detector import ENDED, Point, Record, beat_seconds, describe_death
 from booster_runtime.watch.flight_recorder import FlightRecorder, Recording
 from booster_runtime.watch.server import answer_seconds
 from booster_runtime.watch.sockets import describe_loss, encode, is_readable, say
 from booster_runtime.watch.uncaught import is_consequence, report_uncaught
-from booster_runtime.watch.verdicts import ENDED, Point, Record, beat_seconds, describe_death
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ _STILL_SECONDS = 3.0
 """How long a rank stands still until it says that it waits."""
 
 
-class Standstill:
+class StallTimer:
     """For how long a state has not changed."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Monitor:
         self._recorder = FlightRecorder()
         self._recording = Recording()
         self._recorded_state: object = None
-        self._standstill = Standstill()
+        self._standstill = StallTimer()
         self._sent_at, self._sent_place = 0.0, (PROGRESS.last, PROGRESS.is_finished)
         self.gone: dict[int, str] = {}
         """The ranks that had ended when rank 0 did, and how; empty while that serves."""
@@ -274,7 +274,7 @@ class Monitor:
         """Act on a message of the server."""
         kind = message["type"]
         if kind == "welcome":
-            self._speaks = message["speaks"]
+            self._speaks = message["reports_for_host"]
             self._welcomed.set()
         elif kind == "missing":
             self._answers.put(message)
@@ -294,12 +294,12 @@ class Monitor:
         if self._may_end_process:
             place = _progress().describe_place()
             text = f"Booster: {self._loss}\nBooster: all ranks end. Rank {self._rank} {place}.\n"
-            self._learn({"text": text, "speaks": self._speaks})
+            self._learn({"text": text, "reports_for_host": self._speaks})
 
     def _learn(self, failure: Mapping[str, Any]) -> None:
         """Say that a rank has failed, where that falls to this one, and see to it that this process ends."""
         self._failure = failure
-        if failure["speaks"]:
+        if failure["reports_for_host"]:
             say(failure["text"])
         self._told.set()
         if not self._is_reporting:
@@ -316,7 +316,7 @@ class Monitor:
 
     def _end_failed(self) -> None:
         """End this process, whose main thread raised, unless it ends by itself; threads keep it for a short time."""
-        begin, kept = time.monotonic(), Standstill()
+        begin, kept = time.monotonic(), StallTimer()
         while (now := time.monotonic()) < begin + _END_SECONDS:
             is_kept = not threading.main_thread().is_alive() and any(not t.daemon for t in threading.enumerate())
             if kept.look(is_kept or None, now) >= GRACE_SECONDS:

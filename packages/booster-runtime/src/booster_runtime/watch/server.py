@@ -12,13 +12,13 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from booster_runtime.watch.failure_detector import FailureDetector, Record, beat_seconds, parse_point
 from booster_runtime.watch.sockets import describe_loss, encode, keep_from_children, outlast_interruptions, say
-from booster_runtime.watch.verdicts import Record, Verdicts, beat_seconds, parse_point
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from booster_runtime.watch.verdicts import Point
+    from booster_runtime.watch.failure_detector import Point
 
 _SELECT_SECONDS = 0.2
 _CLOSE_SECONDS = 0.5
@@ -44,7 +44,7 @@ class _Connection:
 
 
 class Server:
-    """Carries messages between ranks, as `Verdicts` decides.
+    """Carries messages between ranks, as `FailureDetector` decides.
 
     Args:
         hosts: Host of each rank.
@@ -60,7 +60,7 @@ class Server:
         self._world_size = len(hosts)
         self._token = token.encode()
         self._timeout_seconds = timeout_seconds
-        self._verdicts = Verdicts(hosts)
+        self._verdicts = FailureDetector(hosts)
         self._members: dict[int, _Connection] = {}
         self._questions: dict[Point, tuple[float, list[int]]] = {}
         self._is_told = self._is_closing = False
@@ -196,9 +196,11 @@ class Server:
         connection.rank = rank
         self._members[rank] = connection
         self._verdicts.joined(rank, pid)
-        self._send(rank, type="welcome", speaks=self._verdicts.speaks_without_server(rank))
+        self._send(rank, type="welcome", reports_for_host=self._verdicts.speaks_without_server(rank))
         if self._is_told:
-            self._send(rank, type="failure", **{**self._verdicts.news(time.monotonic())[rank], "speaks": False})
+            self._send(
+                rank, type="failure", **{**self._verdicts.news(time.monotonic())[rank], "reports_for_host": False}
+            )
         return True
 
     def _act_on(self, rank: int, line: bytes) -> None:

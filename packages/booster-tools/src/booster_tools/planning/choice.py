@@ -18,9 +18,9 @@ from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import ensure_process_group
 from booster_runtime.lazy import is_lazy
 from booster_tools.planning.candidates import Candidate, candidates, check_plannable
+from booster_tools.planning.meta_executor import SMALL_NUMEL
 from booster_tools.planning.ranking import Devices, Planned, planned, size_text
 from booster_tools.planning.simulate import TrainingStep, simulate
-from booster_tools.planning.skipping import SMALL_NUMEL
 from booster_tools.rehearsal import checked_objects, copied, copied_loader, first_of, random_state_kept
 from booster_tools.verification.losses import explaining, guessed_losses, has_stages
 

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_tools.planning.skipping import SMALL_NUMEL
+from booster_tools.planning.meta_executor import SMALL_NUMEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from booster_core.errors import BoosterError, ConfigError
 from booster_tools.planning.candidates import Candidate, candidates
 from booster_tools.planning.processes import in_processes
-from booster_tools.planning.simulate import STEPS, StepCost, StoppedError, TrainingStep, shares_of, simulate
+from booster_tools.planning.simulate import STEPS, PlanStoppedError, StepCost, TrainingStep, shares_of, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -206,7 +206,7 @@ def planned(candidate: Candidate, devices: Devices, simulated: Callable[[Plugin]
     """
     try:
         found = simulated(candidate.make())
-    except StoppedError as error:
+    except PlanStoppedError as error:
         return Planned(candidate=candidate, devices=devices, problem=str(error), held_bytes=error.held_bytes)
     except (BoosterError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         return Planned(candidate=candidate, devices=devices, problem=str(error) or type(error).__name__)

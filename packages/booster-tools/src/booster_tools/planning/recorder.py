@@ -21,7 +21,7 @@ from booster_core.ranks import observed_by
 from booster_runtime.memory import is_absent
 from booster_runtime.sharding import local_of
 from booster_tools.planning.collectives import call_collective, call_functional
-from booster_tools.planning.skipping import Operation, Skipping, tensors_in
+from booster_tools.planning.meta_executor import MetaExecutor, Operation, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -99,7 +99,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[weakref.ref[UntypedStorage], int, str]] = {}
         self._unknown: set[int] = set()
         self._operations: dict[Any, Operation] = {}
-        self._skipping = None if computes else Skipping(self.is_unknown)
+        self._skipping = None if computes else MetaExecutor(self.is_unknown)
 
     def start_step(self) -> None:
         """Begin to count a step."""

@@ -36,7 +36,7 @@ STEPS = 3
 """Steps that are taken; the last one is counted. Plugins lay out buckets and build DDP after the first."""
 
 
-class StoppedError(ConfigError):
+class PlanStoppedError(ConfigError):
     """A plan could not go on, as where a library allocates what this machine does not have.
 
     Args:
@@ -154,8 +154,8 @@ def simulate(training: TrainingStep, plugin: Plugin, world_size: int, rank: int 
 
     Raises:
         ConfigError: If the plugin refuses the model or can't be planned, the batch can't be shared, or an operation's
-            result has a shape that depends on values; `StoppedError`, which tells what the rank held, if anything else
-            fails.
+            result has a shape that depends on values; `PlanStoppedError`, which tells what the rank held, if
+            anything else fails.
 
     Collective: none. Process groups of this process are not used.
     """
@@ -171,7 +171,7 @@ def simulate(training: TrainingStep, plugin: Plugin, world_size: int, rank: int 
     size = world_size // num_stages
     try:
         stage = _simulate(training, whole, size, rank % size, _Stage(pipeline, num_stages))
-    except StoppedError as error:
+    except PlanStoppedError as error:
         error.held_bytes //= num_stages
         raise
     return replace(stage, world_size=world_size, rank=rank)
@@ -227,7 +227,7 @@ def _simulate(
             try:
                 return replace(_take_steps(training, plugin, recorder, stage), assumed=assumed)
             except RuntimeError as error:
-                raise StoppedError(error, recorder.most_bytes) from error
+                raise PlanStoppedError(error, recorder.most_bytes) from error
     finally:
         gc.collect()  # strategies keep their model in cycles of hooks
 

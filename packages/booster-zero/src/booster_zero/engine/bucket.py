@@ -34,8 +34,8 @@ from booster_runtime import collectives
 from booster_runtime.collectives import Pending, in_place_terms, sum_into
 from booster_runtime.memory import AbsentTensors
 from booster_zero.engine.formats import cut_pieces, is_elementwise
+from booster_zero.engine.gradient_packer import GradientPacker
 from booster_zero.engine.memory import FlatBuffer, Role
-from booster_zero.engine.outgoing import Outgoing
 from booster_zero.engine.states import GradientState, Keep, WholeState, check_transition
 
 if TYPE_CHECKING:
@@ -530,7 +530,7 @@ class Bucket:
             gathered = collectives.all_gather(self.whole, self.plan.bounds, self.ranks.shard_group)
         return Pending([gathered, sent])
 
-    def mark_changed(self) -> None:
+    def increment_versions(self) -> None:
         """Tell autograd that the parameters have other values: it refuses to run former graphs backward."""
         torch.autograd.graph.increment_version(self.parameters)
         if self.is_gathered and self.keep is not Keep.ALWAYS:
@@ -750,8 +750,8 @@ class Bucket:
         return Pending([average], finish)
 
     @functools.cached_property
-    def _outgoing(self) -> Outgoing:
-        return Outgoing(self.plan, self.format)
+    def _outgoing(self) -> GradientPacker:
+        return GradientPacker(self.plan, self.format)
 
     def _start_sum(self, gradients: Mapping[int, Tensor], scratch: Tensor, *, is_first: bool) -> Pending:
         buffer, group, bounds = self._gradient, self.ranks.shard_group, self.plan.bounds

@@ -15,9 +15,9 @@ from torch._C import DisableTorchFunctionSubclass
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
 from booster_runtime.sharding import (
+    AnyRankFlags,
     BufferWatch,
     HostedOptimizer,
-    RaisedAnywhere,
     numbers_of_group,
     raise_for_unused,
     raised_on_all,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 class _Told(NamedTuple):
     """What a rank has told the others: flags of the parameters used, of settings, of gathers, and of buffers."""
 
-    flags: RaisedAnywhere
+    flags: AnyRankFlags
     indices: list[int]
     num_note: int
     num_uses: int
@@ -291,7 +291,7 @@ class ShardedEngine:
         uses = self.gatherer.flags()
         buffers = self._buffers.changed() if self.config.broadcast_buffers else ()
         flags = bytearray([*used_here, *note, *uses, *buffers])
-        flagged = RaisedAnywhere(flags, self.device, self.ranks.holders)
+        flagged = AnyRankFlags(flags, self.device, self.ranks.holders)
         self.layout.average_over_replicas()
         self._told = _Told(flagged, indices, len(note), len(uses))
         # What all of this rank's backward has used is used. Else the answer takes as long as the slowest rank. Errors
@@ -299,7 +299,7 @@ class ShardedEngine:
         answer: Sequence[int] = used_here if all(used_here) else flagged.wait()
         found = {index: bool(is_used) for index, is_used in zip(indices, answer, strict=False)}
         self.reducer.unused_anywhere = {index for index, is_used in found.items() if not is_used}
-        self.used_anywhere = self.join_copies(found)
+        self.used_anywhere = self.join_tied_uses(found)
         self.reducer.show_used({index for index, is_used in self.used_anywhere.items() if is_used})
         self.layout.note_used(self.used_anywhere)
 
@@ -331,7 +331,7 @@ class ShardedEngine:
             self.used_anywhere.update(dict.fromkeys(dropped, False))
             self.layout.note_used(self.used_anywhere)
 
-    def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
+    def join_tied_uses(self, used: dict[int, bool]) -> dict[int, bool]:
         """Add up what other ranks than the holders have of the gradients, and return which parameters were used.
 
         There are none, unless a strategy keeps copies of a parameter on several stages of one model.
@@ -403,7 +403,7 @@ class ShardedEngine:
         """
         if not self.memory.moves:
             return False
-        return any(RaisedAnywhere(bytearray([error is not None]), self.device).wait())
+        return any(AnyRankFlags(bytearray([error is not None]), self.device).wait())
 
 
 def engine_of(optimizers: Sequence[Optimizer]) -> ShardedEngine | None:

@@ -523,7 +523,7 @@ class Gatherer:
             if not stays and bucket.ranks.shard_size > 1:
                 bucket.release()
         for bucket in published:
-            bucket.mark_changed()
+            bucket.increment_versions()
         if stays and self._overlaps:
             for bucket, pending in published.items():
                 self._pending[bucket] = pending
@@ -539,7 +539,7 @@ class Gatherer:
         for bucket, pending in published.items():
             pending.wait()
             bucket.note_arrived()
-            bucket.mark_changed()
+            bucket.increment_versions()
 
     def meet(self) -> None:
         """Announce a call that every rank makes, where ranks compare what they do.

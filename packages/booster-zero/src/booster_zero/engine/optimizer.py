@@ -18,7 +18,7 @@ from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients import check_finite_norm, global_norm
 from booster_core.plugin import OptimizerWrapper
 from booster_core.ranks import NamedCall, refuse_capture
-from booster_runtime.sharding import RaisedAnywhere, partition_for
+from booster_runtime.sharding import AnyRankFlags, partition_for
 from booster_zero.engine.bucket import stepping_on
 from booster_zero.engine.memory import Role
 from booster_zero.engine.own_methods import call_own_method, is_own_method
@@ -206,7 +206,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world.
         """
-        return any(RaisedAnywhere(bytearray([overflow]), self.engine.device).wait())
+        return any(AnyRankFlags(bytearray([overflow]), self.engine.device).wait())
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether gradients of a parameter are reduced for this optimizer: it is trained, or in a group."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
-from booster_runtime.sharding import between_hosts
+from booster_runtime.sharding import control_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -149,7 +149,7 @@ class OrderCheck:
     def _compare(self, number: int) -> None:
         if not self.is_on:
             return
-        told = torch.tensor([number, -number], device=between_hosts(self._device, self._ranks.gathering))
+        told = torch.tensor([number, -number], device=control_device(self._device, self._ranks.gathering))
         collectives.all_reduce(told, dist.ReduceOp.MAX, self._ranks.gathering).wait()
         largest, smallest = told.tolist()
         if largest != -smallest:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.ranks import NamedCall
-from booster_runtime.sharding import RaisedAnywhere
+from booster_runtime.sharding import AnyRankFlags
 from booster_zero.engine.bucket import bit_sums
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def call_own_method(
             result = method(*args, **kwargs)
             same = [torch.equal(was, bit_sums(each.values)) for was, each in zip(before, buckets, strict=True)]
         # A rank that owns nothing of a bucket does not see what others have written into it.
-        anywhere = RaisedAnywhere(bytearray(not each for each in same), engine.device, engine.ranks.holders).wait()
+        anywhere = AnyRankFlags(bytearray(not each for each in same), engine.device, engine.ranks.holders).wait()
         published: dict[Bucket, Pending] = {}
         for bucket, is_written in zip(buckets, anywhere, strict=True):
             if is_written:

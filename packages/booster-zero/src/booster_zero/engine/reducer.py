@@ -28,7 +28,7 @@ from torch._C import DisableTorchFunctionSubclass
 from booster_core.errors import GradientError
 from booster_core.precision import NARROW
 from booster_runtime.sharding import watch_gradient_hooks
-from booster_zero.engine.rounds import Filling, Round, Underway
+from booster_zero.engine.rounds import Filling, InflightReductions, Round
 from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
 from booster_zero.engine.states import RoundState, check_transition
 
@@ -88,7 +88,7 @@ class Reducer:
         self._overlap = overlap
         self._place: dict[int, tuple[Bucket, Slot, nn.Parameter]] = {}
         self._round = Round()
-        self.underway = Underway(self.buckets)
+        self.underway = InflightReductions(self.buckets)
         self._state = RoundState.IDLE
         self._end_of_direct: Callable[[], object] = _nothing
         self._has_local = False

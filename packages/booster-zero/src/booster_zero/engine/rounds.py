@@ -1,4 +1,4 @@
-"""Rounds of reductions, one for a backward: how far buckets have come (`Round`), and what is on its way (`Underway`).
+"""Rounds of reductions, one for a backward: how far buckets have come (`Round`), and which are under way.
 
 Where shards have replicas, a bucket is averaged over these as soon as it is in its shard, while backward runs. Every
 rank does so between the same two reductions, whatever the ranks' timing: backends of devices need one order of all.
@@ -82,7 +82,7 @@ class Round:
             yield self._waiting.popleft()
 
 
-class Underway:
+class InflightReductions:
     """Reductions that were started, in that order.
 
     Args:

@@ -266,7 +266,7 @@ class ShardedStateAdapter(StateAdapter):
         self._gatherer.release_all()
         for bucket in self._buckets:
             if bucket.keep is not Keep.ALWAYS:
-                bucket.mark_changed()
+                bucket.increment_versions()
 
     def _buckets_with_masters(self) -> list[Bucket]:
         """Return the buckets whose optimizer updates a copy in another format."""

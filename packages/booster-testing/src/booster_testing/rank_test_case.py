@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _TIMEOUT_SECONDS = 300.0
 
 
-class OnRanks:
+class RankTestCase:
     """Calls functions for a plugin's test class."""
 
     plugin_class: ClassVar[type[Plugin]]

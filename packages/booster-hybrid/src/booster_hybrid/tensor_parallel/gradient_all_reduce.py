@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.layer_plan import Changes
+    from booster_hybrid.layer_plan import ModulePatches
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
 
@@ -38,7 +38,7 @@ def used(parameter: Tensor, split: Split | None, group: RankGroup) -> Tensor:
     return enter((parameter,), group)[0] if split is None else share(parameter, split, group)
 
 
-class SummedUse:
+class GradientAllReduce:
     """The forward of a module some of whose parameters sum their gradient over ranks.
 
     While it runs, the modules hold what `used` returns in the place of the parameters.
@@ -73,7 +73,7 @@ def sum_where_used(
     module: nn.Module,
     splits: Mapping[int, Split | None],
     group: RankGroup,
-    changes: Changes,
+    changes: ModulePatches,
     holders: Iterable[nn.Module] | None = None,
 ) -> None:
     """Let a module sum the gradients of some parameters that it uses, in place.
@@ -94,7 +94,7 @@ def sum_where_used(
     if not found:
         return
     forward: Any = vars(module).get("forward")
-    if not isinstance(forward, SummedUse):
-        forward = SummedUse(module, group)
+    if not isinstance(forward, GradientAllReduce):
+        forward = GradientAllReduce(module, group)
         changes.forward(module, forward)
     forward.splits.update(found)

@@ -1,4 +1,4 @@
-"""`WholeMatrices`: optimizers that update whole matrices, such as Muon, where each rank has a part of every matrix.
+"""`GatheredMatrices`: optimizers that update whole matrices, such as Muon, where each rank has a part of every matrix.
 
 Before such an optimizer steps, the parts of each matrix, of its gradient and of its state come together on one of the
 ranks, and go back afterwards. Ranks share the matrices out by size, so that each has as many elements of whole ones
@@ -19,7 +19,7 @@ from torch import nn
 from booster_core.errors import BoosterError, ConfigError
 from booster_runtime.collectives import all_gather_object, all_reduce
 from booster_runtime.muon import update_cost
-from booster_runtime.sharding import between_hosts, is_by_matrix, is_cut
+from booster_runtime.sharding import control_device, is_by_matrix, is_cut
 from booster_zero.engine import assign_owners, only
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Part(NamedTuple):
     values: nn.Parameter
 
 
-class WholeMatrices:
+class GatheredMatrices:
     """Brings matrices together for the steps of one optimizer.
 
     Args:
@@ -115,7 +115,7 @@ class WholeMatrices:
         is_known = known is not None and all(
             _is_plain(kinds) and known.get(index) == kinds for index, kinds in own.items()
         )
-        device = between_hosts(self._device, self._group.group)
+        device = control_device(self._device, self._group.group)
         flags = torch.tensor([error is not None, not is_known], dtype=torch.int32, device=device)
         all_reduce(flags, group=self._group.group).wait()
         num_failed, num_unknown = flags.tolist()

@@ -138,7 +138,7 @@ class Operation:
         return args[index] if index < len(args) else kwargs.get(name)
 
 
-class Skipping:
+class MetaExecutor:
     """Tells what operations return, and computes those on small tensors only.
 
     Args:

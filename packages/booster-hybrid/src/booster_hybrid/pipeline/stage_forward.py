@@ -1,4 +1,4 @@
-"""`StageRun`: one forward of one stage, in which the model's own code meets tensors whose values are elsewhere.
+"""`StageForwardMode`: one forward of one stage, in which the model's own code meets tensors whose values are elsewhere.
 
 Outside of the layers each stage runs the model's own Python. A function that is given an absent tensor returns an
 absent one, and each draws from a stream of its own, so that what one stage leaves out changes nothing on another.
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from booster_core.errors import AbsentValueError
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
-    Form,
-    Forms,
+    ActivationMeta,
+    MetaCache,
     absent_like,
     fill_written,
     has_absent,
@@ -87,7 +87,7 @@ class KnownReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class StageRun(TorchFunctionMode):
+class StageForwardMode(TorchFunctionMode):
     """A function mode around one forward of one stage.
 
     Args:
@@ -100,7 +100,7 @@ class StageRun(TorchFunctionMode):
         has_arrived: Whether values of absent tensors have come, which these stand for from then on.
     """
 
-    def __init__(self, model: nn.Module, forms: Forms, streams: MicrobatchStreams | None) -> None:
+    def __init__(self, model: nn.Module, forms: MetaCache, streams: MicrobatchStreams | None) -> None:
         super().__init__()
         self._model, self._forms, self._streams = model, forms, streams
         self._is_paused = self.has_arrived = False
@@ -138,7 +138,7 @@ class StageRun(TorchFunctionMode):
             if func is Tensor.__repr__:
                 return repr(args[0])
             if not has_absent(args[1:]) and not (kwargs and has_absent(kwargs)) and func in _FORM_OF_FIRST:
-                return func(Form.of(args[0]).empty(), *args[1:], **kwargs)
+                return func(ActivationMeta.of(args[0]).empty(), *args[1:], **kwargs)
             if func in _FORM_OF_SECOND and not has_absent(args[0]) and not (kwargs and has_absent(kwargs)):
                 return func(args[0], *_emptied(args[1:]), **kwargs)
             return self._let_through(func, args, kwargs)
@@ -242,16 +242,16 @@ class StageRun(TorchFunctionMode):
             self._reads = before
 
 
-class NotedRun(StageRun):
+class NotedRun(StageForwardMode):
     """A stage's run that notes which functions are called.
 
     Args:
-        model: As for `StageRun`.
+        model: As for `StageForwardMode`.
         forms: Likewise.
         calls: Gets the functions' names, each with the shapes that it was given.
     """
 
-    def __init__(self, model: nn.Module, forms: Forms, calls: list[Any]) -> None:
+    def __init__(self, model: nn.Module, forms: MetaCache, calls: list[Any]) -> None:
         super().__init__(model, forms, None)
         self._calls = calls
 
@@ -263,7 +263,9 @@ class NotedRun(StageRun):
 
 
 def _emptied(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(Form.of(each).empty() if isinstance(each, Tensor) and has_absent(each) else each for each in values)
+    return tuple(
+        ActivationMeta.of(each).empty() if isinstance(each, Tensor) and has_absent(each) else each for each in values
+    )
 
 
 class AbsentCalls:
@@ -291,7 +293,7 @@ class AbsentCalls:
 
     def result(
         self,
-        run: StageRun,
+        run: StageForwardMode,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         seen: list[tuple[nn.Module, Any]] | None = None,
@@ -317,7 +319,7 @@ class AbsentCalls:
         inner: list[tuple[nn.Module, Any]] = [] if seen is None else seen
         with (
             run.trying() as reads,
-            kept_attributes(self._module),
+            preserve_attributes(self._module),
             _kept_buffers(self._module),
             contextlib.ExitStack() as stack,
         ):
@@ -326,7 +328,7 @@ class AbsentCalls:
                     part.register_forward_hook(lambda part, _, output: self._note(inner, part, output)).remove
                 )
             output = self._forward(*args, **kwargs)
-        output = pytree.tree_map_only(Tensor, Form.of, output)
+        output = pytree.tree_map_only(Tensor, ActivationMeta.of, output)
         if (
             key is not None
             and not reads.were_seen
@@ -339,17 +341,21 @@ class AbsentCalls:
 
     def _without_values(self, tensor: Tensor) -> Tensor:
         is_known = origin_of(tensor) is None
-        return absent_like(Form.of(tensor), self._origin) if is_known and tensor.is_floating_point() else tensor
+        return (
+            absent_like(ActivationMeta.of(tensor), self._origin) if is_known and tensor.is_floating_point() else tensor
+        )
 
     def _note(self, inner: list[tuple[nn.Module, Any]], part: nn.Module, output: Any) -> Any:
         """Note what a module inside would return, and let other hooks see that it is absent."""
-        forms = pytree.tree_map_only(Tensor, Form.of, output)
+        forms = pytree.tree_map_only(Tensor, ActivationMeta.of, output)
         inner.append((part, forms))
         return self._filled(forms)
 
     def _filled(self, forms: Any) -> Any:
         return pytree.tree_map(
-            lambda leaf: absent_like(leaf, self._origin) if isinstance(leaf, Form) else leaf, forms, is_leaf=_is_form
+            lambda leaf: absent_like(leaf, self._origin) if isinstance(leaf, ActivationMeta) else leaf,
+            forms,
+            is_leaf=_is_form,
         )
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -359,17 +365,17 @@ class AbsentCalls:
         device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
         casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         described: Sequence[Any] = [
-            Form.of(leaf) if isinstance(leaf, Tensor) else (type(leaf), str(leaf)) for leaf in leaves
+            ActivationMeta.of(leaf) if isinstance(leaf, Tensor) else (type(leaf), str(leaf)) for leaf in leaves
         ]
         return structure, casts, self._module.training, torch.is_grad_enabled(), *described
 
 
 def _is_form(value: Any) -> bool:
-    return isinstance(value, Form)
+    return isinstance(value, ActivationMeta)
 
 
 def _is_plain_form(leaf: Any) -> bool:
-    return isinstance(leaf, Form) or is_plain(leaf)
+    return isinstance(leaf, ActivationMeta) or is_plain(leaf)
 
 
 def show(module: nn.Module, output: Any, *, without: int | None = None) -> None:
@@ -388,7 +394,7 @@ def show(module: nn.Module, output: Any, *, without: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def kept_attributes(model: nn.Module) -> Iterator[None]:
+def preserve_attributes(model: nn.Module) -> Iterator[None]:
     """Put tensors back that a forward leaves in modules, as they are fake; other attributes stay as they are set.
 
     So are those that it adds to lists and dicts. Models note in attributes which hooks they have registered, for

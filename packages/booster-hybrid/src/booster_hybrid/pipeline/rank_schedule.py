@@ -1,21 +1,21 @@
-"""`Itinerary`: what one rank does and exchanges in a batch, worked out once for each schedule."""
+"""`RankSchedule`: what one rank does and exchanges in a batch, worked out once for each schedule."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_hybrid.pipeline.schedule import Action, Work
+from booster_hybrid.pipeline.schedule import Action, ActionKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from booster_hybrid.pipeline.schedule import Schedule
 
-Message = tuple[Work, int, int]
+Message = tuple[ActionKind, int, int]
 """What is sent: outputs of a forward, or gradients of a backward; by which stage, for which microbatch."""
 
 
-class Itinerary:
+class RankSchedule:
     """One rank's way through a schedule.
 
     Args:
@@ -33,7 +33,7 @@ class Itinerary:
         self._schedule, self._index = schedule, index
         self._trains, self._splits = trains, splits
         self.actions = self._due(schedule.actions(index))
-        backwards = [place for place, action in enumerate(self.actions) if action.work is not Work.FORWARD]
+        backwards = [place for place, action in enumerate(self.actions) if action.work is not ActionKind.FORWARD]
         self.last_backward = backwards[-1] if backwards else -1
         ranks = range(schedule.placement.num_ranks)
         self._messages = {rank: self._messages_from(rank) for rank in ranks}
@@ -64,15 +64,16 @@ class Itinerary:
             self._places[rank] = places
         return places[action]
 
-    def _work(self, work: Work) -> Work:
+    def _work(self, work: ActionKind) -> ActionKind:
         """Return the work of the schedule that goes forward or back through a stage."""
-        return Work.BACKWARD_INPUT if work is Work.BACKWARD and self._schedule.is_split else work
+        return ActionKind.BACKWARD_INPUT if work is ActionKind.BACKWARD and self._schedule.is_split else work
 
     def _due(self, actions: Sequence[Action]) -> list[Action]:
         return [
             each
             for each in actions
-            if each.work is Work.FORWARD or (self._trains and (self._splits or each.work is not Work.BACKWARD_WEIGHT))
+            if each.work is ActionKind.FORWARD
+            or (self._trains and (self._splits or each.work is not ActionKind.BACKWARD_WEIGHT))
         ]
 
     def _messages_from(self, sender: int) -> list[Message]:
@@ -83,10 +84,12 @@ class Itinerary:
         last = placement.num_stages - 1
         receiver = [placement.rank_of(stage) for stage in range(placement.num_stages)]
         for action in self._due(self._schedule.actions(sender)):
-            if action.work is Work.BACKWARD_WEIGHT:
+            if action.work is ActionKind.BACKWARD_WEIGHT:
                 continue
-            is_forward = action.work is Work.FORWARD
+            is_forward = action.work is ActionKind.FORWARD
             to_stage = action.stage + 1 if is_forward else action.stage - 1
             if 0 <= to_stage <= last and receiver[to_stage] == self._index:
-                messages.append((Work.FORWARD if is_forward else Work.BACKWARD, action.stage, action.microbatch))
+                messages.append(
+                    (ActionKind.FORWARD if is_forward else ActionKind.BACKWARD, action.stage, action.microbatch)
+                )
         return messages

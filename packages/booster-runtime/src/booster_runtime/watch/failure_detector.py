@@ -103,7 +103,7 @@ def parse_point(value: Sequence[Any]) -> Point:
     return Point(place, number, None if ranks is None else tuple(ranks), tuple(what))
 
 
-class Verdicts:
+class FailureDetector:
     """The server's view of the run; times are seconds on any clock.
 
     Args:
@@ -206,7 +206,7 @@ class Verdicts:
         lowest: dict[str, int] = {}
         for rank in sorted(self._alive - self._gone.keys() - {failed}):
             lowest.setdefault(self._hosts[rank], rank)
-        return {rank: {"text": text, "speaks": rank in lowest.values()} for rank in sorted(self._alive)}
+        return {rank: {"text": text, "reports_for_host": rank in lowest.values()} for rank in sorted(self._alive)}
 
     def _find_crossed(self, points: Mapping[Point, list[int]], waits: Mapping[int, Record]) -> str | None:
         """Say which ranks have waited for a while where another has not come that waits where they have not."""

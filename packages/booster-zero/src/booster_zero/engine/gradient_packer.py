@@ -21,7 +21,7 @@ _SMALL_NUMEL = 1 << 13
 """Gradients below this many elements travel together: a message costs more than a copy of them."""
 
 
-class Outgoing:
+class GradientPacker:
     """The gradients of one bucket, as they are sent.
 
     Gradients are given by parameter, flat and in the wire format; zero where there is none.

@@ -1,4 +1,4 @@
-"""`RunFolder`: a folder of saved training states, on a disk or at a URL.
+"""`CheckpointRoot`: a folder of saved training states, on a disk or at a URL.
 
 It holds a folder for each step; ``latest``, which names the step to go on from; and ``lease.json``, which says which
 job may save here (`booster_checkpoint.run.lease`). A step is saved in this order, each after the one before is
@@ -64,7 +64,7 @@ _TEXTS_IN_THE_MAKING = temporary_pattern(f"{LATEST}|{re.escape(LEASE)}")
 _Place = TypeVar("_Place", bound=Location)
 
 
-def open_run(root: str | Path | Location) -> RunFolder:
+def open_run(root: str | Path | Location) -> CheckpointRoot:
     """Return the folder of a run at a path or a URL, which need not exist.
 
     Raises:
@@ -79,7 +79,7 @@ def _local(place: Location) -> LocalLocation:
     return place
 
 
-class RunFolder(ABC):
+class CheckpointRoot(ABC):
     """The steps saved under one root. Used on rank 0, which tells the others, except for `folder`."""
 
     root: Location
@@ -184,11 +184,11 @@ class RunFolder(ABC):
     def _prune(self, kept: str, options: StepOptions, hold: Callable[[], None]) -> None:
         """Remove what is no longer wanted. The new step is safe by now, so a failure is logged and not raised."""
         try:
-            obsolete = self._obsolete(kept, options)
+            stale_files = self._obsolete(kept, options)
         except Exception as error:  # noqa: BLE001 - a storage has errors of its own
             log.warning("Old steps in '%s' could not be listed: %s. The next save tries again.", self, error)
             return
-        for name in obsolete:
+        for name in stale_files:
             try:
                 hold()
                 self.remove(name)
@@ -198,7 +198,7 @@ class RunFolder(ABC):
     def _obsolete(self, kept: str, options: StepOptions) -> list[str]:
         """Return other revisions of a step, and steps before it that no rule keeps."""
         step, names = options.step, self._names()
-        if not options.has_rules:
+        if not options.has_retention:
             names = [name for name in names if _number(name) == step]
         numbers = {name: _number(name) for name in self._complete(names)}
         upto = {number for number in numbers.values() if number <= step}
@@ -319,7 +319,7 @@ class RunFolder(ABC):
         return " No other step there is whole."
 
 
-class _Run(RunFolder, Generic[_Place]):
+class _Run(CheckpointRoot, Generic[_Place]):
     root: _Place
 
     def __init__(self, root: _Place) -> None:
@@ -434,7 +434,7 @@ _last_saved: dict[str, tuple[int, weakref.ref[nn.Module]]] = {}
 """The step that this process saved last into each root, and the model that it was of."""
 
 
-def check_is_same_model(run: RunFolder, step: int, module: nn.Module | None) -> None:
+def check_is_same_model(run: CheckpointRoot, step: int, module: nn.Module | None) -> None:
     """Raise where this process has just saved the same step of another model there, which this would replace."""
     last_step, saved = _last_saved.get(run.root.identity, (None, None))
     if saved is None or step != last_step or module is None or saved() is module:
@@ -449,16 +449,16 @@ def check_is_same_model(run: RunFolder, step: int, module: nn.Module | None) -> 
         raise ConfigError(msg)
 
 
-def remember_model(run: RunFolder, step: int, module: nn.Module) -> None:
+def remember_model(run: CheckpointRoot, step: int, module: nn.Module) -> None:
     """Note of which model this process has just saved a step."""
     _last_saved[run.root.identity] = step, weakref.ref(module)
 
 
-def has_saved_into(run: RunFolder) -> bool:
+def has_saved_into(run: CheckpointRoot) -> bool:
     """Return whether this process has saved into a root, and not loaded from it since."""
     return run.root.identity in _last_saved
 
 
-def forget_model(run: RunFolder) -> None:
+def forget_model(run: CheckpointRoot) -> None:
     """Let any model be saved into a root from which one was loaded."""
     _last_saved.pop(run.root.identity, None)

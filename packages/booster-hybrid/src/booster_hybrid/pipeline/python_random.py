@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class HostDraws:
+class PythonRandomUse:
     """A context that tells what a model draws from generators that are not torch's.
 
     Args:
