@@ -172,6 +172,17 @@ def heads():
     images = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     vit = hf.ViTConfig(image_size=8, patch_size=4, **images)
 
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3)}
+    undropped = [*dropout, "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"]
+    speech = hf.Wav2Vec2Config(
+        **sizes,
+        **convolutions,
+        **dict.fromkeys([*undropped, "final_dropout", "layerdrop", "mask_time_prob"], 0.0),
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        ctc_loss_reduction="mean",
+    )
+
     class Routed(hf.LlamaForCausalLM):
         """Adds a loss that is no mean over labels, as models of experts add their router's."""
 
@@ -208,6 +219,16 @@ def heads():
         ),
         "bart": (lambda: hf.BartForConditionalGeneration(bart), texts),
         "t5": (lambda: hf.T5ForConditionalGeneration(t5), texts),
+        "ctc": (
+            lambda: hf.Wav2Vec2ForCTC(speech),
+            [
+                {
+                    "input_values": torch.randn(120, generator=torch.Generator().manual_seed(n)),
+                    "labels": each["labels"].flip(0),
+                }
+                for n, each in enumerate(texts)
+            ],
+        ),
         "image": (
             lambda: hf.ViTForImageClassification(vit),
             [

@@ -38,7 +38,7 @@ class ZeroConfig(ShardingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stage not in (1, 2, 3):
-            msg = f"`stage={self.stage}` is not one of 1 (optimizer state), 2 (gradients too) and 3 (parameters too)."
+            msg = f"`stage={self.stage!r}` is not one of 1 (optimizer state), 2 (gradients too) and 3 (parameters too)."
             raise ConfigError(msg)
         self._check_positive("bucket_bytes", "the size of a bucket in bytes")
         if self.offload == "disk":

@@ -103,7 +103,7 @@ class LowLevelZeroPlugin(Strategy):
     ) -> None:
         if stage not in (1, 2):
             msg = (
-                f"`stage={stage}` is not one of 1 (optimizer state) and 2 (gradients too). To shard parameters, use "
+                f"`stage={stage!r}` is not one of 1 (optimizer state) and 2 (gradients too). To shard parameters, use "
                 "plugin='gemini', 'fsdp', or 'hybrid' with `zero_stage=3`."
             )
             raise ConfigError(msg)

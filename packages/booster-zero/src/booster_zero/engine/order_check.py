@@ -166,6 +166,7 @@ class OrderCheck:
         """
         msg = (
             "Ranks used the model's parameters in different orders, so that they would gather, or have gathered, "
-            f"different ones together, and compute with wrong values.{where} {self._remedy}"
+            f"different ones together, and compute with wrong values.{where} Call forward and `state_dict` on every "
+            f"rank, not under `if rank == 0`. {self._remedy}"
         )
         raise ConfigError(msg)
