@@ -186,7 +186,7 @@ class UnreducedGradients:
         tracked = [parameter for parameter in model.unwrap().parameters() if id(parameter) in self._tracked]
         average_gradients(tracked, self._bucket_bytes, self._communication_dtype)
         self._exist = False
-        self._has_averaged = True
+        self._has_averaged = self.has_counted = True
         self._count_unused()
 
     def end_step(self) -> None:
@@ -257,7 +257,7 @@ class UnreducedGradients:
         if not (self._is_armed and self._has_begun) or self._unfinished() is not None:
             return
         self._is_armed = self._has_begun = self._exist = self._has_marks = False
-        self.has_reduced = True
+        self.has_reduced = self.has_counted = True
         self._count_unused()
 
     def _count_unused(self) -> None:
@@ -266,7 +266,6 @@ class UnreducedGradients:
         if self._counting and model is not None:
             self.some_unused |= len(self._used) < len(model.trained)
             self._used.clear()
-            self.has_counted = True
 
 
 def average_gradients(
