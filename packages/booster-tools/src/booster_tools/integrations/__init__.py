@@ -1,0 +1,1 @@
+"""Names that have moved to distributions of their own."""
