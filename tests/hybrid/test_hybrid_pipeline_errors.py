@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import time
 import warnings
 
 import pytest
@@ -94,14 +94,14 @@ def test_ranks_that_ask_for_gradients_of_their_own_stages_raise():
 
 
 ONE_FAILS = """
-import sys, time
+import pathlib, sys, time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from booster_core import Booster, launch_from_torch
 from booster_hybrid import HybridParallelPlugin
 
 failing, style = int(sys.argv[1]), sys.argv[2]
-rank = launch_from_torch(timeout_seconds=120.0).rank
+rank = launch_from_torch(timeout_seconds=1200.0).rank
 sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=4, **sizes))
 booster = Booster(plugin=HybridParallelPlugin(pp_size=2, tp_size=2, pp_style=style))
@@ -110,20 +110,15 @@ model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), 
 
 def fail(module, args):
     if rank == failing and step == 1:
+        pathlib.Path(sys.argv[3]).write_text(str(time.time()))
         raise torch.OutOfMemoryError("no memory")
-
-
-def tell(kind, error, trace):
-    print(f"rank {rank}, {time.monotonic() - began:.0f} s: {error}", flush=True)
 
 
 for layer in model.unwrap().model.layers:
     layer.mlp.register_forward_pre_hook(fail)
-sys.excepthook = tell
 tokens = torch.ones(4, 8, dtype=torch.long)
 batch = {"input_ids": tokens, "labels": tokens}
 for step in range(3):
-    began = time.monotonic()
     booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
     print(f"rank {rank} has done step {step}", flush=True)
 """
@@ -132,13 +127,12 @@ for step in range(3):
 @matrix(1, failing=[1, 2], style=["1f1b", "zbv"])
 def test_all_ranks_end_when_one_of_a_stage_fails(failing, style, scripts, tmp_path):
     (tmp_path / "fails.py").write_text(ONE_FAILS)
-    run = scripts.run(tmp_path / "fails.py", [[failing, style]] * 4, torchrun_variables(4))
+    run = scripts.run(tmp_path / "fails.py", [[failing, style, tmp_path / "failed"]] * 4, torchrun_variables(4))
+    seconds = time.time() - float((tmp_path / "failed").read_text())
     assert all(run.codes), run.output
     assert "step 1" not in run.output
     assert f"rank {failing} failed: OutOfMemoryError: no memory" in run.output
-    ends = dict(re.findall(r"^rank (\d), (\d+) s: ", run.output, re.MULTILINE))
-    assert ends.keys() == set("0123"), run.output
-    assert max(map(int, ends.values())) < 30, run.output
+    assert seconds < 120, "they would wait for the time limit of 1,200 s"
 
 
 class FirstOfNothing(torch.nn.Module):
