@@ -106,12 +106,15 @@ class Muon(Optimizer):
         average = state["momentum_buffer"]
         average.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
-        update = orthogonalized(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        update = self._orthogonalized(update, group)
         rows, columns = parameter.shape[-2:]
         is_matched = group["adjust_lr_fn"] == "match_rms_adamw"
         ratio = 0.2 * math.sqrt(max(rows, columns)) if is_matched else math.sqrt(max(1, rows / columns))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-float(group["lr"]) * ratio)
+
+    def _orthogonalized(self, update: Tensor, group: dict[str, Any]) -> Tensor:
+        return orthogonalized(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 def orthogonalized(update: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
