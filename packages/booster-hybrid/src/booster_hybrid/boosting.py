@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import sys
 from dataclasses import dataclass, replace
@@ -518,6 +519,7 @@ def _cut(
     staged = plan.cut(model, mesh["pp",].index, dtypes, has_collectives=communicates)
     for optimizer in objects.optimizers:
         leave_out(model, optimizer)
+    gc.collect()  # errors of the dry run keep frames, and these the parameters of other stages
     pipeline, device = mesh["pp",], context.device
     link = P2PChannel(
         plan.cuts.sent_names, pipeline.ranks, pipeline.index, make_channels(mesh.shape.groups(("pp",))), device
