@@ -122,16 +122,17 @@ def build_vision(name: str) -> nn.Module:
     return model.train()
 
 
-def vision_batch(name: str, with_images: tuple[bool, ...]) -> dict[str, Tensor]:
+def vision_batch(name: str, with_images: tuple[bool, ...], length: int = LENGTH) -> dict[str, Tensor]:
     """Return a batch.
 
     Args:
         name: The model type.
         with_images: For each sample, whether it has an image.
+        length: Number of tokens of each.
     """
     model = VISION_MODELS[name]
     generator = torch.Generator().manual_seed(7)
-    tokens = torch.randint(3, 50, (len(with_images), LENGTH), generator=generator)
+    tokens = torch.randint(3, 50, (len(with_images), length), generator=generator)
     labels = tokens.clone()
     has_image = torch.tensor(with_images)
     place = slice(_BEFORE, _BEFORE + model.tokens)

@@ -260,6 +260,29 @@ def test_ranks_that_use_other_modules_raise_and_do_not_wait(of_ranks, num_alike)
     expect_on_ranks(ConfigError, match, uses_other_experts, 2, of_ranks, num_alike, **limits)
 
 
+def generate_on_one_rank(inside, moment):
+    from booster_testing.models import tiny_llama
+
+    booster, model, optimizer = boost(tiny_llama(pad_token_id=0))
+    tokens = torch.arange(8)[None] + 3
+    for number in range(2):
+        if number and moment == "forward" and dist.get_rank() == 0:
+            generates = booster.unwrap(model) if inside else model
+            generates.generate(tokens, max_new_tokens=3, do_sample=False)
+        booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+        if moment == "step" and dist.get_rank() == 0:
+            booster.unwrap(model).generate(tokens, max_new_tokens=3, do_sample=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("inside", "moment"), [(False, "forward"), (True, "forward"), (True, "step")])
+def test_one_rank_that_generates_is_named(inside, moment):
+    # Its first forward gathers as the others' does; then it would wait for them in transformers' own collective.
+    match = "rank 0 calls `generate`, rank 1 begins a forward, backward or step.*`generate`.*not under `if rank == 0`"
+    expect_on_ranks(ConfigError, match, generate_on_one_rank, 2, inside, moment, group_timeout_seconds=20)
+
+
 def use_another_module_later(of_ranks, replica_size):
     """Let ranks part where gathers are not compared before they begin, with experts of one size."""
     booster, model, optimizer = boost(Chosen(), max_prefetch=0, replica_size=replica_size)

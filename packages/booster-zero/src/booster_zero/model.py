@@ -56,7 +56,7 @@ class ShardedModel(ModelWrapper):
         self._on_use = gatherer if gatherer is not None and gatherer.gathers_on_use else None
         self._parameter_hooks: ParameterHooks | None = None
         if self._on_use is not None:
-            generate_together(self)
+            generate_together(self, self._on_use.begin_generate)
 
     @property
     def lays_out(self) -> bool:

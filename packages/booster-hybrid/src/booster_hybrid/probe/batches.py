@@ -38,7 +38,8 @@ def _positions_of(given: Any) -> tuple[Tensor, int] | None:
 def calls_of_model(model: nn.Module, batch: Any, size: int) -> Iterator[Call]:
     """Yield calls of a model with the sequences of a batch cut or repeated to a clear number, then as they are.
 
-    Masks hide nothing in it: what positions compute that see no other one is nobody's business, and may differ.
+    Masks hide nothing in it: what positions compute that see no other one is nobody's business, and may differ. Where
+    there are as many images as a batch has tokens for them, sequences can only go on by more of their last tokens.
 
     Args:
         model: The model.
@@ -54,6 +55,10 @@ def calls_of_model(model: nn.Module, batch: Any, size: int) -> Iterator[Call]:
             clear = clear_number(model, samples, longest // size)
             if clear is not None:
                 yield as_call(pytree.tree_map_only(torch.Tensor, functools.partial(_with, length, clear * size), given))
+        least = -(-length // size)
+        clear = clear_number(model, samples, 2 * least, least)
+        if clear is not None and not is_clear(model, samples, length):
+            yield as_call(pytree.tree_map_only(torch.Tensor, functools.partial(_longer, length, clear * size), given))
     yield as_call(given)
 
 
@@ -93,15 +98,16 @@ def is_clear(module: nn.Module, samples: int, positions: int) -> bool:
     return positions > 1 and all(size % positions for size in sizes)
 
 
-def clear_number(module: nn.Module, samples: int, longest: int) -> int | None:
+def clear_number(module: nn.Module, samples: int, longest: int, least: int = 3) -> int | None:
     """Return the largest number of positions, up to a limit, of which no other size is a multiple; ``None`` for none.
 
     Args:
         module: Has parameters of the other sizes.
         samples: Another size.
         longest: The limit.
+        least: The least number.
     """
-    primes = (each for each in range(longest, 2, -1) if all(each % factor for factor in range(2, each)))
+    primes = (each for each in range(longest, max(least, 3) - 1, -1) if all(each % factor for factor in range(2, each)))
     return next((each for each in primes if is_clear(module, samples, each)), None)
 
 
@@ -118,6 +124,13 @@ def _with(length: int, wanted: int, value: Tensor) -> Tensor:
         value = torch.cat([value] * -(-wanted // length), dim).narrow(dim, 0, wanted)
     is_mask = not value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
     return torch.ones_like(value) if is_mask else value
+
+
+def _longer(length: int, wanted: int, value: Tensor) -> Tensor:
+    """Return an argument for more positions, which repeat its last one."""
+    if value.dim() < 2 or value.shape[-1] != length or value.is_floating_point():
+        return value
+    return torch.cat([value, value[..., -1:].expand(*value.shape[:-1], wanted - length)], -1)
 
 
 def as_call(given: Any) -> Call:

@@ -552,6 +552,11 @@ class Gatherer:
         if self.order is not None:
             self.order.meet()
 
+    def begin_generate(self) -> None:
+        """Announce a loop of ``generate``; see `OrderCheck.generate`."""
+        if self.order is not None:
+            self.order.generate()
+
     def flags(self) -> bytes:
         """Return what is told of this rank's uses of parameters since the last call; as many bytes on every rank.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
 
-_MEET, _FIRST_BUCKET = 0, 1
+_GENERATE, _MEET, _FIRST_BUCKET = -1, 0, 1
 _64_BITS = (1 << 64) - 1
 _PHASES = 12
 """Forward passes, backward passes and steps in which ranks with accelerators announce each gather."""
@@ -87,6 +88,16 @@ class OrderCheck:
         Collective: every rank of the shard group, where it announces; else none.
         """
         self._compare(_MEET)
+
+    def generate(self) -> None:
+        """Announce that a loop begins in which ranks tell each other whether their texts are complete.
+
+        Raises:
+            ConfigError: If another rank does something else.
+
+        Collective: as for `meet`.
+        """
+        self._compare(_GENERATE)
 
     def gather(self, bucket: Bucket) -> None:
         """Announce the gather of a bucket.
@@ -146,6 +157,13 @@ class OrderCheck:
     def _describe(self, number: int | None) -> str:
         return "none" if number is None else f"that of '{self._names[number]}'"
 
+    def _doing(self, number: int) -> str:
+        if number == _GENERATE:
+            return "calls `generate`"
+        if number == _MEET:
+            return "begins a forward, backward or step"
+        return f"gathers '{self._names[number - _FIRST_BUCKET]}'"
+
     def _compare(self, number: int) -> None:
         if not self.is_on:
             return
@@ -153,7 +171,11 @@ class OrderCheck:
         collectives.all_reduce(told, dist.ReduceOp.MAX, self._ranks.gathering).wait()
         largest, smallest = told.tolist()
         if largest != -smallest:
-            self.raise_other_order()
+            of_ranks = collectives.all_gather_object(number, self._ranks.gathering)
+            ranks = dist.get_process_group_ranks(self._ranks.gathering)
+            first_of = {each: rank for rank, each in zip(reversed(ranks), reversed(of_ranks), strict=True)}
+            told_by = [f"rank {rank} {self._doing(each)}" for each, rank in sorted(first_of.items(), key=itemgetter(1))]
+            self.raise_other_order(f" Now {', '.join(told_by[:_SHOWN])}.")
 
     def raise_other_order(self, where: str = "") -> NoReturn:
         """Raise the error about ranks that used parameters in different orders.
@@ -166,7 +188,7 @@ class OrderCheck:
         """
         msg = (
             "Ranks used the model's parameters in different orders, so that they would gather, or have gathered, "
-            f"different ones together, and compute with wrong values.{where} Call forward and `state_dict` on every "
-            f"rank, not under `if rank == 0`. {self._remedy}"
+            f"different ones together, and compute with wrong values.{where} Call forward, `generate` and `state_dict` "
+            f"on every rank, not under `if rank == 0`. {self._remedy}"
         )
         raise ConfigError(msg)
