@@ -65,42 +65,66 @@ def test_each_head_trains_and_is_evaluated_as_by_one_process_at_once(num_ranks, 
                 assert own == pytest.approx(known, rel=2e-4), head
 
 
-def generate(name, folder):
-    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+def evaluate_seq2seq(name, folder):
+    """Return by settings the losses of `evaluate` and `predict` after a training step, and the numbers of predictions.
+
+    Losses without a Booster are those of `Trainer`: `Seq2SeqTrainer` would count the last batch as a full one.
+    """
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
     from booster_trainer import with_booster
 
     forget_ranks()
     make, rows = heads()["bart"]
-    counts = []
-    ours = {} if name is None else {"booster": Booster(plugin=name)}
-    trainer = (Seq2SeqTrainer if name is None else with_booster(Seq2SeqTrainer))(
-        model=make(),
-        args=Seq2SeqTrainingArguments(
-            output_dir=str(folder),
-            per_device_eval_batch_size=2,
-            predict_with_generate=True,
-            generation_max_length=4,
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-        ),
-        eval_dataset=rows[:NUM_EVALUATED],
-        compute_metrics=lambda each: counts.append(len(each.predictions)) or {},
-        **ours,
-    )
-    loss = trainer.evaluate()["eval_loss"]
-    trainer.predict(rows[:5])
-    return counts, loss
+    rows = [{**each, "decoder_input_ids": each["labels"].clamp(min=0).roll(1)} for each in rows]
+    plugin = None if name is None else Booster(plugin=name)
+    num_ranks = 1 if plugin is None else plugin.context.coordinator.world_size
+    found = {}
+    for is_generating, smoothing in ((False, 0.0), (True, 0.0), (True, 0.1), (False, 0.1)):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = make()
+        counts = []
+        trainer = (Trainer if plugin is None else with_booster(Seq2SeqTrainer))(
+            model=model,
+            args=Seq2SeqTrainingArguments(
+                output_dir=str(folder),
+                per_device_train_batch_size=4 // num_ranks,
+                per_device_eval_batch_size=4 // num_ranks,
+                max_steps=1,
+                optim="sgd",
+                learning_rate=0.1,
+                save_strategy="no",
+                predict_with_generate=is_generating,
+                generation_max_length=4,
+                label_smoothing_factor=smoothing,
+                report_to="none",
+                use_cpu=True,
+                disable_tqdm=True,
+            ),
+            train_dataset=rows[:4],
+            compute_metrics=lambda each, counts=counts: (
+                counts.append(len(each.predictions[0] if isinstance(each.predictions, tuple) else each.predictions))
+                or {}
+            ),
+            **({} if plugin is None else {"booster": plugin}),
+        )
+        trainer.train()
+        # of the last batch one rank has fewer samples, or none
+        for number in (NUM_EVALUATED, 5):
+            losses = trainer.evaluate(rows[:number])["eval_loss"], trainer.predict(rows[:number]).metrics["test_loss"]
+            found[is_generating, smoothing, number] = *losses, *counts[-2:]
+    return found
 
 
-def test_generated_predictions_have_each_sample_once(tmp_path):
+def test_predictions_of_sequences_have_each_sample_once_and_losses_as_in_one_process(tmp_path):
     from booster_testing.reference import ReferencePlugin
 
-    [(counts, _)] = run_on_ranks(generate, 1, None, tmp_path)
-    assert counts == [NUM_EVALUATED, 5]
-    for found, _ in run_on_ranks(generate, 2, ReferencePlugin(), tmp_path):
-        assert found == counts
+    [expected] = run_on_ranks(evaluate_seq2seq, 1, None, tmp_path)
+    assert {number for *_, number in expected} == {found[-1] for found in expected.values()}
+    for found in run_on_ranks(evaluate_seq2seq, 2, ReferencePlugin(), tmp_path):
+        for settings, known in expected.items():
+            assert found[settings] == pytest.approx(known, rel=1e-4), settings
 
 
 class Stream(torch.utils.data.IterableDataset):

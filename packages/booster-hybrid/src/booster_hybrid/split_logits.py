@@ -184,7 +184,15 @@ def _answer(func: Callable[..., Any], source: SplitLogits, args: tuple[Any, ...]
             return _elementwise(func, source, args, named)
         if name in _SHAPES and args and args[0] is source:
             return _SHAPES[name](_whole_shape(source), *(args[1:] if name == "size" else ()), **named)
+        if name == "view_as" and args[0] is source and args[-1] is source:
+            return _viewed(source)
     return source.partition.answer(func, source, args, named)
+
+
+def _viewed(source: SplitLogits) -> Tensor:
+    """Return a view of the same logits, as torch takes of what a module with a full backward hook returns."""
+    local = source.local()
+    return source.alike(_viewed(local) if isinstance(local, SplitLogits) else local.view_as(local))
 
 
 def _whole_shape(source: SplitLogits) -> torch.Size:

@@ -44,7 +44,8 @@ class WeightedLosses(_Base):  # type: ignore[misc]
     booster: Booster
     _follows_number: bool | None = None  # whether the loss is divided by the number of labels that it is given
     _has_rest = False  # whether it then has a part that is not, such as a router's loss
-    _is_counted = False  # whether the loss computed last was divided by, or weighed by, a number of labels of all ranks
+    # Whether the loss computed last was divided, or weighed, by a number of labels of all ranks; `None` for no loss.
+    _is_counted: bool | None = None
     _is_padding = False  # whether all samples of this rank's batch are repeated ones
 
     @property
@@ -99,22 +100,41 @@ class WeightedLosses(_Base):  # type: ignore[misc]
         Collective: every rank of the world.
         """
         state, size = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
-        num_all = state.remainder if state.end_of_dataloader else 0
+        num_ranks = self.accelerator.num_processes
+        num_all = state.remainder if state.end_of_dataloader and state.remainder > 0 else size * num_ranks
         num_own = min(max(num_all - self.accelerator.index * size, 0), size)
         # A trainer with a step of its own may gather values by sample in it, of which all ranks have equally many.
         is_own = not super().prediction_step.__module__.startswith("transformers.")
-        is_whole = num_all <= 0 or self.accelerator.num_processes == 1
-        if is_whole or is_own or not isinstance(inputs, Mapping) or find_batch_size(inputs) != size:  # type: ignore[no-untyped-call]
+        if num_ranks == 1 or is_own or not isinstance(inputs, Mapping) or find_batch_size(inputs) != size:  # type: ignore[no-untyped-call]
             return super().prediction_step(model, inputs, *args, **kwargs)
-        self._is_padding = not num_own
+        if num_all < size * num_ranks:
+            inputs = _rows(inputs, size, num_own or size)
+        self._is_padding, self._is_counted = not num_own, None
         try:
-            computed = super().prediction_step(model, _rows(inputs, size, num_own or size), *args, **kwargs)
+            loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
         finally:
             self._is_padding = False
-        loss, *others = computed
+        if loss is not None and self._is_counted is None:
+            loss = self._weighed(loss, inputs, is_padding=not num_own)
         if loss is not None and self._is_counted and num_own:
-            loss = loss * (num_all / (num_own * self.accelerator.num_processes))
+            loss = loss * (num_all / (num_own * num_ranks))
         return loss, *(_filled(each, num_own, size) for each in others)
+
+    def _weighed(self, loss: Tensor, inputs: Mapping[str, Any], *, is_padding: bool) -> Tensor:
+        """Weigh a loss that came without `compute_loss`, as that beside generated predictions does.
+
+        Collective: every rank of the world.
+        """
+        self._is_counted = (
+            self.args.average_tokens_across_devices
+            and isinstance(inputs.get("labels"), torch.Tensor)
+            and (self.label_smoother is not None or self._is_mean_of_labels())
+        )
+        if not self._is_counted:
+            return loss
+        number = self._num_labels(inputs) * (not is_padding)
+        weight = number / self.accelerator.gather(number).sum() * self.accelerator.num_processes
+        return torch.where(number > 0, loss * weight, weight)  # a mean over no labels is no number
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if self._is_padding:
@@ -150,7 +170,7 @@ class WeightedLosses(_Base):  # type: ignore[misc]
         loss = LOSS_MAPPING.get(str(getattr(without_adapters(unwrap_model(self.model)), "loss_type", None)))
         return self.compute_loss_func is not None or loss is None or loss in _MEANS_OF_LABELS
 
-    def _num_labels(self, inputs: dict[str, Any]) -> Any:
+    def _num_labels(self, inputs: Mapping[str, Any]) -> Any:
         """Return how many labels of a batch count, as the Trainer counts them."""
         labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
         if "shift_labels" not in inputs and getattr(self, "_loss_shifts_labels", False):
