@@ -228,7 +228,7 @@ def test_a_file_that_lacks_bytes_is_not_made_visible(nbytes, storage):
     url = f"{BUCKET}/lacking-{nbytes}"
     stream = storage.open_write(url, nbytes)
     stream.write(memoryview(bytes(nbytes - 1)))
-    with pytest.raises(CheckpointError, match="1 bytes are missing"):
+    with pytest.raises(CheckpointError, match="1 bytes of a file are missing"):
         stream.close()
     stream.discard()
     assert storage.size(url) is None

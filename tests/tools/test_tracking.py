@@ -12,8 +12,8 @@ import torch
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_ddp import TorchDDPPlugin
 from booster_testing import run_on_ranks
+from booster_testing.reference import ReferencePlugin
 from booster_tools.tracking import (
     JsonLines,
     MLflow,
@@ -204,7 +204,7 @@ class _Slow(torch.nn.Module):
 
 def measured(path):
     model = torch.nn.Sequential(_Slow(), _Slow())
-    booster = Booster("cpu", plugin=TorchDDPPlugin())
+    booster = Booster("cpu", plugin=ReferencePlugin())
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     warnings = []
     with (

@@ -18,8 +18,7 @@ from torch import nn
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_runtime.collectives import all_gather_object, all_reduce
-from booster_runtime.muon import update_cost
-from booster_runtime.sharding import control_device, is_by_matrix, is_cut
+from booster_runtime.sharding import control_device, is_by_matrix, is_cut, update_cost
 from booster_zero.engine import assign_owners, only
 
 if TYPE_CHECKING:

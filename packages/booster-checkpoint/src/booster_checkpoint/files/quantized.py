@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_checkpoint.files.composed import rows_of
+from booster_checkpoint.files.safetensors_file import is_low_bit
 from booster_core.errors import CheckpointDamagedError, CheckpointError
 from booster_core.state import TensorMeta, box_numel, box_shape, full_box, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from torch import nn
 
     from booster_checkpoint.storage import Location
     from booster_core.state import Box
@@ -43,17 +42,6 @@ def _pairs() -> torch.Tensor:
     """Return for each byte the two values of 4 bits in it, that of the low half first, as a complex number."""
     table = torch.tensor(_E2M1)
     return torch.complex(table.repeat(16), table.repeat_interleave(16))
-
-
-def is_low_bit(dtype: torch.dtype) -> bool:
-    """Return whether a tensor of this format may hold quantized weights."""
-    return (dtype.itemsize == 1 and dtype != torch.bool) or dtype in (torch.int16, torch.int32)
-
-
-def holds_low_bits(module: nn.Module | None) -> bool:
-    """Return whether a model's own weights are quantized, so that it takes those of files as they are."""
-    parameters = () if module is None else module.parameters()
-    return any(is_low_bit(each.dtype) or hasattr(each, "quant_state") for each in parameters)
 
 
 @dataclass(frozen=True)

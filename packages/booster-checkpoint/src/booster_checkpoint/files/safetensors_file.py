@@ -24,6 +24,8 @@ from booster_core.state import TensorMeta
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import nn
+
     from booster_checkpoint.files.checksums import CheckedReads
     from booster_checkpoint.files.tensor_file import TensorSpec
     from booster_checkpoint.storage import Location, OpenFile
@@ -276,3 +278,14 @@ def open_tensor_file(file: OpenFile, *, in_memory: bool = False, checks: Checked
 
         return TorchFile(file, in_memory=in_memory)
     return SafetensorsFile(file, in_memory=in_memory, checks=checks)
+
+
+def is_low_bit(dtype: torch.dtype) -> bool:
+    """Return whether a tensor of this format may hold quantized weights."""
+    return (dtype.itemsize == 1 and dtype != torch.bool) or dtype in (torch.int16, torch.int32)
+
+
+def holds_low_bits(module: nn.Module | None) -> bool:
+    """Return whether a model's own weights are quantized, so that it takes those of files as they are."""
+    parameters = () if module is None else module.parameters()
+    return any(is_low_bit(each.dtype) or hasattr(each, "quant_state") for each in parameters)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.names import MODEL, OPTIMIZER
-from booster_checkpoint.files.quantized import holds_low_bits
+from booster_checkpoint.files.safetensors_file import holds_low_bits
 from booster_checkpoint.load.fill import ShardLoader
 from booster_checkpoint.load.naming import as_model_names, excluder
 from booster_checkpoint.load.source import Source, open_source

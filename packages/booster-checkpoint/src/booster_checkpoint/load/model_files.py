@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.composed import ComposedTensors
 from booster_checkpoint.files.names import MODEL
-from booster_checkpoint.files.quantized import holds_low_bits
+from booster_checkpoint.files.safetensors_file import holds_low_bits
 from booster_checkpoint.load.fill import ShardReader
 from booster_checkpoint.load.naming import as_model_names
 from booster_checkpoint.load.source import open_source

@@ -30,7 +30,7 @@ from booster_checkpoint.files.names import (
     rank_shards_among,
     read_index,
 )
-from booster_checkpoint.files.safetensors_file import open_tensor_file
+from booster_checkpoint.files.safetensors_file import is_low_bit, open_tensor_file
 from booster_checkpoint.files.tensor_file import read_whole
 from booster_checkpoint.storage import Location, locate
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError, shorten
@@ -367,10 +367,10 @@ class Source:
         Raises:
             CheckpointError: If they are in a form that can't be read.
         """
-        from booster_checkpoint.files.quantized import find_weights, is_low_bit
-
         if not any(is_low_bit(meta.dtype) for meta in self.tensors.values()):
             return  # before another file is read
+        from booster_checkpoint.files.quantized import find_weights
+
         place = (self.path if self._is_folder else self.path.parent) / "config.json"
         written = place.read_bytes()
         config = None if written is None else parse_json(written, str(place))

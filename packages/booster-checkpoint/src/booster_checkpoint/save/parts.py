@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
-from booster_checkpoint.files.quantized import holds_low_bits, without_quantization
+from booster_checkpoint.files.quantized import without_quantization
+from booster_checkpoint.files.safetensors_file import holds_low_bits
 from booster_core.state import (
     NamedTensors,
     OptimizerInfo,

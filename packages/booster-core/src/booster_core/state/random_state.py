@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.ranks.devices import accelerator
 from booster_core.state.json_values import decode_json, encode_json
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def capture_random_state(device: torch.device, name: str, tensors: dict[str, tor
         "numpy": _with_tensors(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global state is what is meant
         "torch": torch.get_rng_state(),
     }
-    if device.type == accelerator():
+    if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return encode_json(states, name, tensors)
 
@@ -53,7 +52,7 @@ def restore_random_state(device: torch.device, state: Any, tensors: Mapping[str,
         random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss_next"]))
         np.random.set_state(_with_arrays(states["numpy"]))  # noqa: NPY002 - see above
         torch.set_rng_state(states["torch"])
-        if device.type == accelerator() and device.type in states:
+        if device.type != "cpu" and device.type in states:
             torch.get_device_module(device).set_rng_state(states[device.type], device)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         msg = f"The saved states of random numbers do not fit the generators of this process: {error}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from booster_core.plugin import normalisation_parameters
 from booster_core.state import frozen_base
+from booster_runtime.muon import update_cost
 from booster_runtime.sharding.broadcast import BufferWatch, agree_on_values, send_first
 from booster_runtime.sharding.checks import (
     check_distinct_memory,
@@ -112,6 +113,7 @@ __all__ = [
     "sharded_like",
     "sharding_groups",
     "step_cost",
+    "update_cost",
     "watch_gradient_hooks",
     "whole_shard",
     "without_optimizer",
