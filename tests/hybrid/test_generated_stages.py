@@ -341,7 +341,7 @@ def test_values_that_pass_by_layers_are_those_of_one_process(shape):
 @pytest.mark.parametrize("shape", ["plain", "residual", "write", "written_view"])
 def test_a_residual_outside_of_layers_is_one_tensor_at_a_boundary(pp_size, shape):
     plan, _ = parts(made(shape=shape, num_layers=8), pp_size=pp_size)
-    assert [crossing.names for crossing in plan.cuts.needs[True].crossings] == [(), *[("x",)] * (pp_size - 1)]
+    assert [boundary.names for boundary in plan.cuts.needs[True].boundaries] == [(), *[("x",)] * (pp_size - 1)]
 
 
 @pytest.mark.parametrize(("pp_size", "style"), PIPELINES)
@@ -461,7 +461,7 @@ class OfOneMode(Generated):
 def test_what_a_model_returns_in_one_mode_alone_is_sent_in_that_mode(pp_size, mode, known):
     model = OfOneMode(mode).train(known)
     plan, staged = parts(model, pp_size=pp_size)
-    assert [len(crossing.extras) for crossing in plan.cuts.needs[not mode].crossings] == [0] * pp_size
+    assert [len(boundary.extras) for boundary in plan.cuts.needs[not mode].boundaries] == [0] * pp_size
     for is_training in (True, False):
         for each in (model, *(one.model for one in staged)):
             each.train(is_training)

@@ -240,7 +240,7 @@ def without_values(search):
 
     def needs(self, **options):
         found = search(self, **options)
-        return dataclasses.replace(found, crossings=tuple(BoundarySpec(each.carried[:1]) for each in found.crossings))
+        return dataclasses.replace(found, boundaries=tuple(BoundarySpec(each.carried[:1]) for each in found.boundaries))
 
     return needs
 

@@ -205,12 +205,12 @@ class StageInputs:
     """What stages get in training or in evaluation.
 
     Args:
-        crossings: What each stage gets from the one before.
+        boundaries: What each stage gets from the one before.
         skips_idle: Whether stages leave out modules of which they have no parameters; see `idle_modules`.
         sample_dims: For paths of outputs, along which dimension they have an entry per sample; ``None`` for none.
     """
 
-    crossings: tuple[BoundarySpec, ...]
+    boundaries: tuple[BoundarySpec, ...]
     skips_idle: bool = True
     sample_dims: Mapping[str, int | None] = field(default_factory=dict)
 
@@ -234,14 +234,14 @@ class Cuts:
     @property
     def sent_names(self) -> set[str]:
         """Names of all that stages send to each other."""
-        return {name for needs in self.needs.values() for each in needs.crossings for name in each.names}
+        return {name for needs in self.needs.values() for each in needs.boundaries for name in each.names}
 
     @functools.cached_property
     def extras(self) -> Mapping[str, frozenset[ModuleOutput]]:
         """What modules return that may be sent, by the module's name."""
         found: dict[str, set[ModuleOutput]] = defaultdict(set)
-        for crossing in (each for needs in self.needs.values() for each in needs.crossings):
-            for extra in crossing.extras:
+        for boundary in (each for needs in self.needs.values() for each in needs.boundaries):
+            for extra in boundary.extras:
                 found[extra.module].add(extra)
         return {name: frozenset(extras) for name, extras in found.items()}
 
@@ -291,7 +291,7 @@ class StagedModel:
         self._streams: MicrobatchStreams | None = None
         self._run: StageForwardMode | None = None
         self._forms = MetaCache()
-        self._gates: list[_LayerForward] = []
+        self._layer_forwards: list[_LayerForward] = []
         self._enclosed: list[tuple[nn.Module, _LayerForward | None]] = []
         self._hollow_places: list[tuple[nn.Module, str]] = []
         self._num_returns: Counter[str] = Counter()
@@ -315,13 +315,13 @@ class StagedModel:
             module: Any = modules[layer.name]
             if getattr(module, "gradient_checkpointing", False) and not self._holds(position):
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
-            gate = _LayerForward(self, module, position, may_be_tried=may_be_tried)
-            self._gates.append(gate)
-            self._enclosed.append((module, gate))
-            self._set_forward(module, gate)
+            layer_forward = _LayerForward(self, module, position, may_be_tried=may_be_tried)
+            self._layer_forwards.append(layer_forward)
+            self._enclosed.append((module, layer_forward))
+            self._set_forward(module, layer_forward)
             if self._holds(position):
-                self._undo.append(module.register_forward_pre_hook(gate.enter, prepend=True).remove)
-        self._leaving = [gate for gate in self._gates if gate.layer.kept]
+                self._undo.append(module.register_forward_pre_hook(layer_forward.enter, prepend=True).remove)
+        self._leaving = [layer_forward for layer_forward in self._layer_forwards if layer_forward.layer.kept]
         self._layers = {layer.name for layer in trace.layers}
         for name, module in modules.items():
             if not self._layers.intersection(prefixes(name)):
@@ -448,12 +448,12 @@ class StagedModel:
         stage = self._active
         before: list[tuple[Any, str, Any]] = []
         assert stage is not None, "a stage is active"
-        for gate in self._leaving:
-            for kept in () if stage.first <= gate.position < stage.last else gate.layer.kept:
+        for layer_forward in self._leaving:
+            for kept in () if stage.first <= layer_forward.position < stage.last else layer_forward.layer.kept:
                 module = self._modules[kept.module]
                 places: Any = module._buffers if kept.name in module._buffers else vars(module)  # noqa: SLF001 - assignment would check the class
                 before.append((places, kept.name, places.get(kept.name, _NOT_THERE)))
-                places[kept.name] = kept.absent(gate.layer.name)
+                places[kept.name] = kept.absent(layer_forward.layer.name)
         try:
             yield
         finally:
@@ -520,10 +520,10 @@ class StagedModel:
 
     def enclose_compiled(self) -> None:
         """Enter compiled modules from outside of what is compiled, which is not to depend on the stage."""
-        for module, gate in self._enclosed:
+        for module, layer_forward in self._enclosed:
             compiled = module._compiled_call_impl  # noqa: SLF001 - where `Module.compile` leaves it
             if compiled is not None and not isinstance(compiled, _CompiledCall):
-                module._compiled_call_impl = _CompiledCall(self, module, gate, compiled)  # noqa: SLF001 - likewise
+                module._compiled_call_impl = _CompiledCall(self, module, layer_forward, compiled)  # noqa: SLF001 - likewise
 
     def call_compiled(self, call: _CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a compiled module does in the active stage.
@@ -531,17 +531,17 @@ class StagedModel:
         Layers that are run are run as they were compiled. What stands outside of them meets values that are absent, and
         runs as if it had not been compiled.
         """
-        stage, gate = self._active, call.gate
-        if gate is not None and (stage is None or stage.first <= gate.position < stage.last):
-            self.enter_layer(gate.position)
-            return self.call_layer(gate, args, kwargs, call.inside)
+        stage, layer_forward = self._active, call.layer_forward
+        if layer_forward is not None and (stage is None or stage.first <= layer_forward.position < stage.last):
+            self.enter_layer(layer_forward.position)
+            return self.call_layer(layer_forward, args, kwargs, call.inside)
         if self._run is None:
             return call.compiled(*args, **kwargs)
         return call.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what `Module.compile` has compiled
 
     def call_layer(
         self,
-        gate: _LayerForward,
+        layer_forward: _LayerForward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         forward: Callable[..., Any] | None = None,
@@ -549,7 +549,7 @@ class StagedModel:
         """Do what a layer does in the active stage.
 
         Args:
-            gate: The layer's.
+            layer_forward: The layer's.
             args: Its arguments.
             kwargs: Those by name.
             forward: What to run it by; ``None`` for its forward.
@@ -557,8 +557,8 @@ class StagedModel:
         Raises:
             ConfigError: If no stage is active, and this rank lacks some of the layers.
         """
-        stage, position, layer = self._active, gate.position, gate.layer
-        forward = forward or gate.forward
+        stage, position, layer = self._active, layer_forward.position, layer_forward.layer
+        forward = forward or layer_forward.forward
         if stage is None:
             if not self.hollow:
                 return forward(*args, **kwargs)
@@ -573,34 +573,34 @@ class StagedModel:
         if position > stage.first > 0 and self._run is not None and not self._has_begun:
             raise self._skipped(stage, stage.first, "with which it begins")
         if position < stage.first:
-            output = gate.pass_through(args, kwargs)
+            output = layer_forward.pass_through(args, kwargs)
             self._leave_layer(position)
             return output
         if position == stage.last:
-            raise StageEnd(self._payload(stage, layer, dict(gate.names.leaves(*with_arrived((args, kwargs))))))
+            raise StageEnd(self._payload(stage, layer, dict(layer_forward.names.leaves(*with_arrived((args, kwargs))))))
         self._has_begun = self._has_begun or position == stage.first
         with contextlib.nullcontext() if self._run is None else self._run.paused():
-            args, kwargs = self._with_received(stage, gate, args, kwargs)
+            args, kwargs = self._with_received(stage, layer_forward, args, kwargs)
             self._depth += 1
             try:
                 output = forward(*args, **kwargs)
             finally:
                 self._depth -= 1
-            gate.check(output, args, kwargs)
+            layer_forward.check(output, args, kwargs)
         self._leave_layer(position)
         return output
 
     def _with_received(
-        self, stage: StageRange, gate: _LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, stage: StageRange, layer_forward: _LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a layer's arguments with what the stage has received; the model's code goes on with that, too."""
         args, kwargs = with_arrived((args, kwargs))
-        if gate.position == stage.first > 0:
-            arguments = dict(gate.names.leaves(args, kwargs))
+        if layer_forward.position == stage.first > 0:
+            arguments = dict(layer_forward.names.leaves(args, kwargs))
             given: Mapping[str, Tensor] = {name: self._received[name] for name in self._carried(stage, arguments)}
             if self._run is not None:
                 given = self._run.arrive(arguments, given)
-            args, kwargs = gate.names.replaced(args, kwargs, given, f"layer '{gate.layer.name}'")
+            args, kwargs = layer_forward.names.replaced(args, kwargs, given, f"layer '{layer_forward.layer.name}'")
         args, kwargs = as_absent((args, kwargs))
         return args, kwargs
 
@@ -610,7 +610,7 @@ class StagedModel:
         Raises:
             ConfigError: If the stage before had no tensor to send as one of them where the model's code has one here.
         """
-        carried = self.needs.crossings[stage.index].carried
+        carried = self.needs.boundaries[stage.index].carried
         for path in carried:
             if path not in self._received and isinstance(arguments.get(path), torch.Tensor):
                 what = f"argument '{path}' of layer '{self.layer(stage.first).name}'"
@@ -663,7 +663,7 @@ class StagedModel:
         known = {
             id(module): (self.cuts.extras.get(name, ()), own) for module, name, own in self._inner.get(position, ())
         }
-        for module in self._gates[position].calls.parts:
+        for module in self._layer_forwards[position].calls.parts:
             if module in seen or not module._forward_hooks:  # noqa: SLF001 - torch tells it nowhere else
                 continue
             extras, own = known.get(id(module), ((), None))
@@ -685,13 +685,13 @@ class StagedModel:
             AbsentValueError: If the stage itself has not got some of it.
             ConfigError: If some of it is not there, or was changed in place since a module returned it.
         """
-        crossing = self.needs.crossings[stage.index + 1]
+        boundary = self.needs.boundaries[stage.index + 1]
         found: dict[str, tuple[str, Any]] = {
             name: (f"argument '{name}' of layer '{layer.name}'", arguments[name])
-            for name in crossing.carried
+            for name in boundary.carried
             if isinstance(arguments.get(name), torch.Tensor)
         }
-        for extra in crossing.extras:
+        for extra in boundary.extras:
             is_outside = not self._layers.intersection(prefixes(extra.module))
             if is_outside and self._num_returns[extra.module] <= extra.call:
                 continue
@@ -820,21 +820,21 @@ class _CompiledCall:
     """What a compiled module is called by in a staged model."""
 
     def __init__(
-        self, staged: StagedModel, module: nn.Module, gate: _LayerForward | None, compiled: Callable[..., Any]
+        self, staged: StagedModel, module: nn.Module, layer_forward: _LayerForward | None, compiled: Callable[..., Any]
     ) -> None:
-        self._staged, self.module, self.gate, self.compiled = staged, module, gate, compiled
+        self._staged, self.module, self.layer_forward, self.compiled = staged, module, layer_forward, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._staged.call_compiled(self, args, kwargs)
 
     def inside(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what was compiled, in which the gate stands open."""
-        assert self.gate is not None, "it is a layer's"
-        self.gate.is_open = True
+        """Run what was compiled, in which the layer's own forward is open."""
+        assert self.layer_forward is not None, "it is a layer's"
+        self.layer_forward.is_open = True
         try:
             return self.compiled(*args, **kwargs)
         finally:
-            self.gate.is_open = False
+            self.layer_forward.is_open = False
 
 
 class _Idle:

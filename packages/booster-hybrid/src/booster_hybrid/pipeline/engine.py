@@ -118,7 +118,7 @@ class PipelineEngine:
             self._schedules[num_microbatches] = known
         return known
 
-    def itinerary(self, num_microbatches: int, *, trains: bool) -> RankSchedule:
+    def rank_schedule(self, num_microbatches: int, *, trains: bool) -> RankSchedule:
         """Return what this rank does and exchanges in a batch of so many microbatches."""
         known = self._itineraries.get((num_microbatches, trains))
         if known is None:
@@ -162,7 +162,7 @@ class PipelineEngine:
                 criterion,
                 None if optimizer is None else _Backward(optimizer),
                 keeps_outputs=return_outputs,
-                itinerary=self.itinerary(len(parts), trains=optimizer is not None),
+                rank_schedule=self.rank_schedule(len(parts), trains=optimizer is not None),
                 streams=self._streams(seed, len(parts)),
                 means=means,
                 reads=None if optimizer is None else self._outside_reads,

@@ -189,23 +189,23 @@ class _Search:
             return self._needs(skips_idle=False)
 
     def _needs(self, *, skips_idle: bool) -> StageInputs:
-        crossings = [BoundarySpec(()) for _ in self._ranges]
+        boundaries = [BoundarySpec(()) for _ in self._ranges]
         staged = _DryStages(self._model, self._cuts, self._ranges, self._whole, is_fake=self._is_fake)
         try:
             for stage in reversed(self._ranges):
-                self._complete(staged, stage, crossings, skips_idle=skips_idle)
+                self._complete(staged, stage, boundaries, skips_idle=skips_idle)
         finally:
             staged.restore()
-        return StageInputs(tuple(crossings), skips_idle)
+        return StageInputs(tuple(boundaries), skips_idle)
 
     def _complete(
-        self, staged: _DryStages, stage: StageRange, crossings: list[BoundarySpec], *, skips_idle: bool
+        self, staged: _DryStages, stage: StageRange, boundaries: list[BoundarySpec], *, skips_idle: bool
     ) -> None:
-        """Run a stage until it needs nothing more than what its crossing says."""
+        """Run a stage until it needs nothing more than what its boundary says."""
         while True:
-            needs = StageInputs(tuple(crossings), skips_idle)
+            needs = StageInputs(tuple(boundaries), skips_idle)
             staged.cuts = replace(self._cuts, needs={True: needs, False: needs})
-            sent = crossings[stage.index].extras
+            sent = boundaries[stage.index].extras
             try:
                 results = self._run_stage(staged, stage, sent)
                 missing = outputs_behind(results.values())
@@ -214,14 +214,14 @@ class _Search:
                 what = f"output {absent[0] or '(all)'} needs values of {origin}" if absent else ""
             except AbsentValueError as error:
                 what, missing = read_by(error)
-            crossings[stage.index] = BoundarySpec(staged.carried, sent)
+            boundaries[stage.index] = BoundarySpec(staged.carried, sent)
             if not what:
                 self._compare(staged, stage, results)
                 return
             more = {each for label in missing for each in self._sendable(label)}.difference(sent)
             if not more or stage.is_first:
                 raise self._refused(stage, what)
-            crossings[stage.index] = BoundarySpec(staged.carried, tuple(sorted({*sent, *more})))
+            boundaries[stage.index] = BoundarySpec(staged.carried, tuple(sorted({*sent, *more})))
 
     def _run_stage(self, staged: _DryStages, stage: StageRange, sent: Sequence[ModuleOutput]) -> dict[str, Tensor]:
         """Return what the model returns on the last stage; nothing on others."""

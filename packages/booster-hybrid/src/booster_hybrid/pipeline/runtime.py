@@ -62,7 +62,7 @@ class PipelineRun:
         keeps_outputs: Whether the outputs of the last stage are kept.
         split: Lets weight gradients wait where the schedule splits backward; ``None`` computes them with the inputs'.
         record: Notes when what is done; ``None`` notes nothing.
-        itinerary: This rank's way through the schedule, where it is known from a batch before.
+        rank_schedule: This rank's way through the schedule, where it is known from a batch before.
         streams: Where each microbatch draws from; ``None`` leaves the generators alone.
         means: Divides means over labels; ``None`` leaves them those of microbatches.
         reads: Looks at what losses read; ``None`` for nobody.
@@ -92,7 +92,7 @@ class PipelineRun:
         keeps_outputs: bool = False,
         split: SplitBackward | None = None,
         record: PipelineRecord | None = None,
-        itinerary: RankSchedule | None = None,
+        rank_schedule: RankSchedule | None = None,
         streams: Sequence[MicrobatchStreams] | None = None,
         means: LabelMeans | None = None,
         reads: DirectWeightUses | None = None,
@@ -107,12 +107,12 @@ class PipelineRun:
         self._received: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._produced: dict[tuple[int, int], dict[str, Any]] = {}
         self._local: dict[tuple[ActionKind, int, int], dict[str, Tensor] | None] = {}
-        self._itinerary = itinerary or RankSchedule(
+        self._rank_schedule = rank_schedule or RankSchedule(
             schedule, index, trains=backward is not None, splits=self._split is not None
         )
         ranks = range(schedule.placement.num_ranks)
         self._sent: dict[int, deque[tuple[int, SendHandle]]] = {rank: deque() for rank in ranks}
-        self._inbox = {sender: deque(self._itinerary.messages_from(sender)) for sender in ranks}
+        self._inbox = {sender: deque(self._rank_schedule.messages_from(sender)) for sender in ranks}
         self._arrived: dict[tuple[ActionKind, int, int], dict[str, Tensor] | None] = {}
         self._pending: dict[tuple[int, int], PendingGradients] = {}
         self.losses: dict[int, Tensor] = {}
@@ -132,8 +132,8 @@ class PipelineRun:
             self._record.begin()
         for sender in self._inbox:
             self._expect_from(sender)
-        for place, action in enumerate(self._itinerary.actions):
-            is_last = place == self._itinerary.last_backward
+        for place, action in enumerate(self._rank_schedule.actions):
+            is_last = place == self._rank_schedule.last_backward
             if action.work is ActionKind.FORWARD:
                 self._run_forward(action)
             elif action.work is ActionKind.BACKWARD_WEIGHT:
@@ -276,7 +276,7 @@ class PipelineRun:
             )
         else:
             sent = self._link.send(tensors, to, (work, stage))
-            place = self._itinerary.place_at(to, (work, stage, microbatch), to_stage)
+            place = self._rank_schedule.place_at(to, (work, stage, microbatch), to_stage)
             self._sent[to].append((place, sent))
 
     def _take(self, work: ActionKind, stage: int, microbatch: int) -> dict[str, Tensor] | None:
@@ -288,7 +288,7 @@ class PipelineRun:
         while wanted not in self._arrived:
             message = self._inbox[sender].popleft()
             self._arrived[message] = self._link.receive(sender)
-            self._release(sender, self._itinerary.place_of(sender, message))
+            self._release(sender, self._rank_schedule.place_of(sender, message))
             self._expect_from(sender)
         return self._arrived.pop(wanted)
 

@@ -184,7 +184,7 @@ def trace_on(
 
 
 def replace_forward(module: Any, call: Callable[..., Any]) -> Callable[[], None]:
-    """Watch a layer from where a gate of a stage would stand: inside of what hooks see.
+    """Watch a layer from where the `_LayerForward` of a stage would stand: inside of what hooks see.
 
     Args:
         module: The layer.
