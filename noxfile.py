@@ -54,7 +54,7 @@ def tests(session: nox.Session) -> None:
     mark, arguments = "not slow", session.posargs
     if not any((ROOT / argument.partition("::")[0]).exists() for argument in arguments):
         _lint(session, python)
-        # The others run beside this session: `pages`, `device`, and those of tests/evidence/long.txt.
+        # Sessions or jobs of their own run the others: `pages`, `device`, and those of tests/evidence/long.txt.
         mark = "not slow and not long"
         arguments = ["tests", *(f"--ignore={path}" for path in [*_OUTSIDE, *_on_a_device()]), *arguments]
     durations = ("--junitxml", str(ROOT / "build" / "tests.xml"))

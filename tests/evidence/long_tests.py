@@ -25,7 +25,7 @@ def listed():
 
 
 def finders():
-    """Return the tests that find a fault which no test beside those of `long.txt` finds, by name."""
+    """Return the tests that find a fault that no test except those of `long.txt` finds, by name."""
     with (FOLDER / "finders.csv").open(encoding="utf-8", newline="") as file:
         found = [row["finders"].split(" | ") for row in csv.DictReader(file)]
     return {each for tests in found for each in tests if all(is_long(other) for other in tests if other != each)}

@@ -1,4 +1,4 @@
-"""Take past fixes back, one at a time, on HEAD, and write which tests find that into `finders.csv` beside this file.
+"""Take past fixes back, one at a time, on HEAD, and write which tests find that into `finders.csv` in this folder.
 
 A fix is a commit that changed sources and tests. First come those with a changelog fragment *fixed* or *numerics* or
 that say so in their first line. The change of the sources is applied backwards in a clone of this repository, as far
@@ -237,7 +237,8 @@ def _first_line(failure):
     text = f"{failure.get('message', '')}\n{failure.text or ''}"
     of_rank = re.search(r"^(?:E\s+)?((?:\w+\.)*\w*(?:Error|Exception|Warning)\b.*)$", text, re.MULTILINE)
     lines = [line for line in text.splitlines() if line.strip()] or [""]
-    return re.sub(r"\s+", " ", of_rank[1] if of_rank else lines[0])[:160]
+    found = re.sub(r"\s+", " ", of_rank[1] if of_rank else lines[0])
+    return re.sub(r"/\S*?/tree/", "", found)[:160]  # the scratch clone's place
 
 
 def _code(file):

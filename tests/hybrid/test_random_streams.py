@@ -155,7 +155,7 @@ FUNCTIONS_OF_PYTHON = ["dropout", "scaled_dot_product_attention", "gumbel_softma
 
 @pytest.mark.parametrize(("place", "names"), [(torch, BUILT_IN_DRAWS), (torch.Tensor, DRAWS_OF_TENSORS)], ids=str)
 def test_every_function_that_draws_is_known_to(place, names):
-    """Stages seed the generators anew for these alone."""
+    """Stages reseed the generators for these alone."""
     assert [name for name in names if not may_draw(getattr(place, name))] == []
     assert [name for name in FUNCTIONS_OF_PYTHON if not may_draw(getattr(torch.nn.functional, name))] == []
     assert may_draw(torch.ops.aten.rand.default)

@@ -121,7 +121,7 @@ class WeightedLosses(_Base):  # type: ignore[misc]
         return loss, *(_filled(each, num_own, size) for each in others)
 
     def _weighed(self, loss: Tensor, inputs: Mapping[str, Any], *, is_padding: bool) -> Tensor:
-        """Weigh a loss that came without `compute_loss`, as that beside generated predictions does.
+        """Weigh a loss that came without `compute_loss`, as that of generated predictions does.
 
         Collective: every rank of the world.
         """

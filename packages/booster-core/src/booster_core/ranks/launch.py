@@ -63,7 +63,7 @@ def launch(
         world_size: Number of processes.
         host: Host on which rank 0 runs.
         port: A free port there.
-        backend: As for ``torch.distributed.init_process_group``; by default gloo, and beside it the backend
+        backend: As for ``torch.distributed.init_process_group``; by default gloo, and the backend
             that torch names for the accelerator of this machine, such as ``cpu:gloo,cuda:nccl``.
         local_rank: This process's index on its host; selects its device, modulo the number of visible ones. By
             default the launcher's, or counted by host.

@@ -36,7 +36,7 @@ class MixedStreams(IterableDataset[Any]):
 
     Args:
         sources: Each with its weight: a stream, split and restored by its own ``shard``, ``num_shards`` and
-            ``state_dict`` where it has them, or a data set with a length, which is shuffled anew in each epoch. There
+            ``state_dict`` where it has them, or a data set with a length, which is reshuffled in each epoch. There
             are as many shards as the source with the fewest has.
         seed: Of the draws and of the order of data sets; equal on all ranks.
         at_end: What comes after the end of a source: ``"stop"`` ends the pass, ``"repeat"`` begins the source again,

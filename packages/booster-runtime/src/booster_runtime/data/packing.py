@@ -7,6 +7,7 @@ to another.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class _Document(NamedTuple):
     labels: list[int]
 
 
-class _Rows(IterableDataset[dict[str, Any]]):
+class _Rows(IterableDataset[dict[str, Any]], ABC):
     """Rows of documents that are read shard by shard, and know how many documents were read."""
 
     def __init__(self, documents: Iterable[Any], length: int, *, key: str, ignore_index: int) -> None:
@@ -60,9 +61,9 @@ class _Rows(IterableDataset[dict[str, Any]]):
         documents: Any = self._documents
         return self._over(documents.shard(num_shards=num_shards, index=index))
 
+    @abstractmethod
     def _over(self, documents: Iterable[Any]) -> _Rows:
         """Return the same over other documents."""
-        raise NotImplementedError
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the documents the epoch, where they ask for it."""
