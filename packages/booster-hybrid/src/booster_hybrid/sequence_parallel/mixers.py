@@ -1,8 +1,8 @@
 """Parts of layers that mix positions in another way than by attention: linear attention, state spaces, convolutions.
 
-Such a part runs on whole sequences: they are gathered at its entry, every rank computes it alike, and of what it
-returns each rank keeps its own positions. So a recurrence, its chunks and its padding are the model's own. A rank holds
-the activations of whole sequences inside of these parts; between them it holds its positions.
+Such a part runs on whole sequences, which are gathered at its entry, so that a recurrence, its chunks and its padding
+are the model's own. Where its heads are known (see `mixer_heads`), each rank computes some of them; else every rank
+computes the part alike, and keeps its own positions of what it returns.
 
 Which parts these are is found out, and not listed: `find_mixers` asks autograd whether what a part returns for some
 positions depends on what it is given for others.
@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.absent import is_absent
-from booster_hybrid.sequence_parallel.exchange import gather_sequence
+from booster_hybrid.sequence_parallel.exchange import gather_sequence, scatter_sum
+from booster_hybrid.sequence_parallel.mixer_heads import ForwardOfHeads
 from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, mapped
 from booster_hybrid.sequence_parallel.stack import Argument, argument_names, kind_of_layer
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
@@ -155,6 +156,7 @@ class _WholeSequences:
 
     def __init__(self, module: nn.Module, stack: Stack) -> None:
         self._stack, self._names = stack, argument_names(module)
+        self._heads = ForwardOfHeads.of(module, stack.group)
 
     @outside_of_graphs
     def before(
@@ -176,7 +178,7 @@ class _WholeSequences:
         stack.resume(hidden.shape[1])
         layout = stack.layout(stack.length)
         stack.num_attentions += 1
-        stack.stream.pause()  # every rank computes alike
+        stack.stream.pause()  # ranks draw alike
 
         def whole(key: Any, path: Any, value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or is_absent(value):
@@ -193,13 +195,15 @@ class _WholeSequences:
 
     @outside_of_graphs
     def after(self, module: nn.Module, _: Any, output: Any) -> Any:
-        """Take this rank's positions."""
+        """Take this rank's positions. Collective: the sequence parallel ranks, where each has some heads."""
         del module
         self._stack.stream.resume()
         if output is None:  # the part has raised
             return None
-        layout = self._stack.layout(self._stack.length)
-        return mapped(output, lambda hidden: layout.take(hidden, 1, self._stack.group.rank).contiguous())
+        layout, group = self._stack.layout(self._stack.length), self._stack.group
+        if self._heads is not None and self._heads.is_partial:
+            return mapped(output, lambda partial: scatter_sum(partial, layout, group))
+        return mapped(output, lambda hidden: layout.take(hidden, 1, group.rank).contiguous())
 
     def _dim(self, module: nn.Module, key: Any, path: Any, value: Tensor, hidden: Tensor) -> int | None:
         """Return which dimension of an argument runs over this rank's positions; ``None`` for none.
