@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from booster_testing.training import Trained, Training
 
 
+__tracebackhide__ = True
+"""Tells pytest that a failure is explained by its message, and not by the code here."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype in which a run of each precision computes."""
 

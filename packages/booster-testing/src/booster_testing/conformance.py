@@ -104,6 +104,7 @@ class ArithmeticConformance(CheckpointConformance):
 
     def assert_parity(self, **changes: Any) -> list[Trained]:
         """Compare a training with one process: gradients, norms, parameters and state, each by name."""
+        __tracebackhide__ = True
         results: list[Trained] = self.on_ranks(train_boosted, **changes)
         training = self.training(**changes)
         assert_equals_one_process(results, train_plainly(training, self.world_size), training, self.world_size)
