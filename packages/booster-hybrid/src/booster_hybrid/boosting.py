@@ -17,6 +17,7 @@ import torch
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.state import named_modules
+from booster_hybrid.fixed_draws import preserve_generators
 from booster_hybrid.inner_model import inner_model
 from booster_hybrid.local_model import LocalModel
 from booster_hybrid.model import HybridModel
@@ -35,7 +36,6 @@ from booster_hybrid.policy.from_transformers import language_model, layer_lists
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.same_training import DirectWeightUses, RequiresGradCheck, check_copies, parts_of
 from booster_hybrid.sequence_parallel.stack import Mixers
-from booster_hybrid.skipped_layers import preserve_generators
 from booster_hybrid.tensor_parallel.adapters import without_stacked_adapters
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_experts, check_state, cut_state, leave_out

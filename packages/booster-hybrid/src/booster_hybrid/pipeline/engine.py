@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.ranks import NamedCall
+from booster_hybrid.fixed_draws import preserve_generators
 from booster_hybrid.pipeline.label_means import LabelMeans, other_mean
 from booster_hybrid.pipeline.microbatches import cut_batch, join_outputs
 from booster_hybrid.pipeline.rank_schedule import RankSchedule
@@ -19,7 +20,6 @@ from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import ActionKind, make_schedule
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed
 from booster_hybrid.same_batch import checksum_of, different_batches
-from booster_hybrid.skipped_layers import preserve_generators
 from booster_hybrid.to_host import ToHost
 from booster_runtime import collectives
 from booster_runtime.data import move_batch

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from booster_core.errors import ConfigError
+from booster_hybrid.fixed_draws import preserve_generators
 from booster_hybrid.pipeline.per_sample import lengths_of, not_per_sample
-from booster_hybrid.skipped_layers import preserve_generators
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_hybrid.fixed_draws import ConstantRandomMode, preserve_generators
 from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.pipeline.trace import CONTAINERS, is_plain_output, shown_output
-from booster_hybrid.skipped_layers import REMEDY, ConstantRandomMode, preserve_generators, skipped_at_random
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -61,29 +61,27 @@ def check_no_layer_is_skipped(
     Raises:
         ConfigError: If it does.
     """
-
-    def called(draws: ConstantRandomMode) -> set[str]:
-        changes = ModulePatches()
-        found: set[str] = set()
-        for name, layer in layers.items():
-            changes.hook(layer.register_forward_pre_hook(lambda *_, name=name: found.add(name)))
-        try:
-            with draws:
-                run()
-        finally:
-            changes.undo()
-        return found
-
+    called: list[set[str]] = []
     with preserve_generators():
-        try:
-            seen = called(ConstantRandomMode())  # other layers may be of no use for this batch
-        except Exception:  # noqa: BLE001 - it may not run in training mode
-            return
-        skipped = skipped_at_random(model, [name for name in layers if name in seen], called)
+        for draws in (ConstantRandomMode(), ConstantRandomMode(0.0)):
+            changes = ModulePatches()
+            found: set[str] = set()
+            for name, layer in layers.items():
+                changes.hook(layer.register_forward_pre_hook(lambda *_, name=name, found=found: found.add(name)))
+            try:
+                with draws:
+                    run()
+            except Exception:  # noqa: BLE001 - it may not run in training mode, or not without its layers
+                return
+            finally:
+                changes.undo()
+            called.append(found)
+    skipped = sorted(called[0] ^ called[1])
     if skipped:
         msg = (
-            f"{type(model).__name__} skips layers at random in training ({skipped}), between which sequences are split "
-            f"(`sequence_parallelism_mode={mode!r}`). {REMEDY}, or leave `sequence_parallelism_mode` out."
+            f"{type(model).__name__} skips layers at random in training ('{skipped[0]}'), between which sequences are "
+            f"split (`sequence_parallelism_mode={mode!r}`). Switch it off, for models of transformers by setting each "
+            "`layerdrop` of its configuration to 0, or leave `sequence_parallelism_mode` out."
         )
         raise ConfigError(msg)
 
