@@ -126,38 +126,21 @@ class AbsentTensor(Tensor):
         """Return another one of the same form."""
         return absent_like(self.form, self.origin, self.outputs)
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be written to a file."""
-        refuse("pickle", self)
-
-    # What torch answers without asking `__torch_dispatch__`.
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refuse."""
-        del force
-        refuse("numpy", self)
-
-    def tolist(self) -> NoReturn:
-        """Refuse."""
-        refuse("tolist", self)
-
     def data_ptr(self) -> int:
         """Refuse, but where a call only shows what it would return: kernels are chosen by the alignment."""
         if not _is_trial.get():
             refuse("data_ptr", self)
         return 0
 
-    def untyped_storage(self) -> NoReturn:
-        """Refuse."""
-        refuse("untyped_storage", self)
 
-    def __array__(self, dtype: Any = None) -> NoReturn:
-        """Refuse."""
-        del dtype
-        refuse("numpy", self)
+def _refused(name: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses to read values."""
+    return lambda self, *_, **__: refuse(name, self)
 
-    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse."""
-        refuse("dlpack", self)
+
+# What torch answers without asking `__torch_dispatch__`.
+for _method in ("numpy", "tolist", "untyped_storage", "__array__", "__dlpack__", "__reduce_ex__"):
+    setattr(AbsentTensor, _method, _refused(_method.strip("_")))
 
 
 _is_trial: ContextVar[bool] = ContextVar("booster absent trial", default=False)
