@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from booster_hybrid.sequence_parallel.kernels import agrees_with_definition
-from booster_hybrid.sequence_parallel.primitives import EfficientOnCuda, FlashOnCpu, FlashOnCuda
+from booster_hybrid.sequence_parallel.kernels import EfficientOnCuda, FlashOnCpu, FlashOnCuda, agrees_with_definition
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from booster_core.errors import ConfigError
-from booster_hybrid.axes import MeshShape, fill_axis, make_axes
+from booster_hybrid.mesh import MeshShape, fill_axis, make_axes
 from booster_testing import run_on_ranks
 
 _SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from booster_hybrid.expert_parallel.routing import bounds_of, make_route, sort_slots
+from booster_hybrid.expert_parallel.exchange import bounds_of, make_route, sort_slots
 
 WIDTH = 3
 

@@ -230,20 +230,6 @@ def test_draws_outside_of_layers_are_those_of_one_process(source):
         compare(made(source, place), *PIPELINES[number % len(PIPELINES)])
 
 
-@pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
-def test_generators_that_a_model_has_to_itself_are_refused(make):
-    model = made("of_torch")
-    model.generator = make(3)
-    cut(model, batches(1)[0])  # nothing is drawn
-
-    def draw(*_):
-        model.generator.random() if isinstance(model.generator, random.Random) else model.generator.normal()
-
-    model.register_forward_pre_hook(draw)
-    with pytest.raises(ConfigError, match="Generated draws random numbers from a generator of"):
-        cut(model, batches(1)[0])
-
-
 class Late(Generated):
     """Draws by numpy where it is told to."""
 
@@ -348,45 +334,6 @@ def test_a_residual_outside_of_layers_is_one_tensor_at_a_boundary(pp_size, shape
 def test_a_residual_in_place_is_that_of_one_process(pp_size, style):
     """The input of a stage's first layer is written to, which is none that was received then."""
     compare(made("of_form", "before", "residual in place", is_training=False), pp_size, style, trains=False)
-
-
-class Counting(Layer):
-    """Counts in a tensor without a gradient that all layers are given."""
-
-    def forward(self, x, count):
-        count += x.detach().abs().mean(-1, keepdim=True)
-        return super().forward(x) + count.clone()
-
-
-class Counted(Generated):
-    def __init__(self, reads):
-        super().__init__()
-        self.layers = nn.ModuleList(Counting() for _ in range(8))
-        self.reads = reads
-
-    def forward(self, x):
-        hidden = self.entry.linear(x)
-        count = torch.zeros(len(x), 1)
-        seen = count[:1] if self.reads == "view" else count
-        for layer in self.layers:
-            hidden = layer(hidden, count)
-            if self.reads == "between":
-                hidden = hidden * count.detach().clone()
-        return {"out": self.exit(hidden) + (0 if self.reads in ("layers", "between") else seen.sum())}
-
-
-@pytest.mark.parametrize("reads", ["layers", "between", "after", "view"])
-@pytest.mark.parametrize(("pp_size", "style"), PIPELINES)
-def test_what_layers_count_in_place_in_an_argument_is_that_of_one_process(pp_size, style, reads):
-    torch.manual_seed(3)
-    model = Counted(reads)
-    plan, staged = cut(model, batches(1)[0], pp_size=pp_size, style=style)
-    results, gradients = run(plan, staged, batches(1), criterion)
-    loss = criterion(model(**batches(1)[0]), batches(1)[0])
-    loss.backward()
-    torch.testing.assert_close(results[0][1], loss)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients.get(name), parameter.grad, msg=name)
 
 
 class WritingLate(Generated):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.per_sample import BatchDimensions, lengths_of
+from booster_hybrid.pipeline.example import BatchDimensions, lengths_of
 
 
 class Model(nn.Module):

@@ -212,25 +212,6 @@ class Stashed(Base):
         return self.exit(x) * self.layers[0].seen
 
 
-class Written(Base):
-    """Layers add to a tensor in place."""
-
-    class Block(Block):
-        def forward(self, x, mask=None):
-            x = super().forward(x)
-            mask.add_(x.detach())
-            return x
-
-    block = Block
-
-    def forward(self, x):
-        x = self.entry(x)
-        total = torch.zeros_like(x)
-        for layer in self.layers:
-            x = layer(x, total)
-        return self.exit(x + total)
-
-
 class Mapped(Base):
     """Notes what layers return in memory of its own, and maps over values by a transform."""
 
@@ -480,11 +461,11 @@ class ReadOfBatch(Base):
 
 RESULTS = (ResultObject, ResultInDict, RegisteredResult)
 OF_BATCH = (MaskOfBatch, ReadOfBatch, Indices, MaskOfEntry, MaskFromLayer, PassedMask)
-SENT = (Written, Mapped, Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, InTuple, *RESULTS)
+SENT = (Mapped, Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, InTuple, *RESULTS)
 
 
 @matrix(
-    ["Read-2", "Written-2", "EarlyIndices-4"],
+    ["Read-2", "Mapped-2", "EarlyIndices-4"],
     kind=[*OF_BATCH, *SENT],
     pp_size=[2, 4],
 )

@@ -17,6 +17,7 @@ from model_zoo import get_model
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.config import PipelineConfig
+from booster_hybrid.fixed_draws import preserve_generators
 from booster_hybrid.pipeline.cut import StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
@@ -24,7 +25,6 @@ from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.stages import find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import policy_for
-from booster_hybrid.skipped_layers import preserve_generators
 from booster_hybrid.tensor_parallel import linear
 from booster_runtime import full_gradient
 from booster_runtime.activations import enable_activation_checkpointing

@@ -16,12 +16,11 @@ from thread_ranks import on_threads
 
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel import blocks, head_groups
-from booster_hybrid.sequence_parallel.explicit_scores import ExplicitScores
-from booster_hybrid.sequence_parallel.head_groups import computed_groups, head_chunks
-from booster_hybrid.sequence_parallel.kernels import FusedKernel
+from booster_hybrid.sequence_parallel.head_groups import head_chunks
+from booster_hybrid.sequence_parallel.kernels import ExplicitScores, FusedKernel
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility
-from booster_hybrid.sequence_parallel.ring_attention import _calls, ring_attention
+from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_runtime import collectives
 
 SIZE, VALUE_SIZE = 4, 3
@@ -248,30 +247,6 @@ def test_scores_are_computed_in_tiles_and_explicitly_only_where_no_kernel_does(m
     assert set(calls) == {expected}
 
 
-@pytest.mark.parametrize(
-    ("batch", "num_threads", "expected"),
-    [
-        (1, 4, [(slice(0, 4), slice(0, 2)), (slice(4, 6), slice(2, 3))]),
-        (1, 3, [(slice(0, 4), slice(0, 2)), (slice(4, 6), slice(2, 3))]),
-        (2, 4, [(slice(0, 2), slice(0, 1)), (slice(2, 4), slice(1, 2)), (slice(4, 6), slice(2, 3))]),
-        (1, 6, [(slice(0, 6), slice(0, 3))]),
-    ],
-)
-def test_backward_computes_as_many_heads_at_a_time_as_there_are_threads(monkeypatch, batch, num_threads, expected):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    query, key = torch.empty(batch, 6, 5, SIZE), torch.empty(batch, 3, 5, SIZE)
-    assert computed_groups(query, key) == expected
-    assert _calls(FusedKernel(1.0), query, key, None) == expected
-
-
-def test_backward_computes_all_heads_at_a_time_where_tiles_are_small_or_the_device_is_no_cpu():
-    query, key = torch.empty(1, 6, 5, SIZE), torch.empty(1, 3, 5, SIZE)
-    everything = [(slice(None), slice(None))]
-    assert _calls(ExplicitScores(1.0), query, key, None) == everything
-    assert _calls(FusedKernel(1.0), query, key, torch.ones(1, 1, 5, 5)) == everything
-    assert _calls(FusedKernel(1.0), query.to("meta"), key.to("meta"), None) == everything
-
-
 def test_a_rank_alone_which_sends_nothing_computes_all_heads_at_once(monkeypatch):
     found, original = [], FusedKernel.forward
 
@@ -297,31 +272,28 @@ MANY = 1 << 14  # keys of 8 and values of 8, 4 bytes each: 1 MiB for each head
 
 
 @pytest.mark.parametrize(
-    ("shape", "key_heads", "longest", "num_threads", "device", "expected"),
+    ("shape", "key_heads", "longest", "device", "expected"),
     [
-        ((1, 8), 8, MANY, 1, "cpu", [2, 2, 2, 2]),
-        ((1, 6), 6, MANY, 1, "cpu", [2, 2, 2]),  # no more than 4 groups, so that one head each is too few
-        ((1, 5), 5, MANY, 1, "cpu", [2, 2, 1]),
-        ((1, 12), 3, MANY, 1, "cpu", [1, 1, 1]),
-        ((1, 8), 8, MANY // 3, 1, "cpu", [4, 4]),  # 3 heads would be a little less than what is worth a message
-        ((3, 8), 8, MANY // 3 + 1, 1, "cpu", [2, 2, 2, 2]),
-        ((1, 8), 8, 1, 1, "cpu", [8]),
-        ((1, 8), 8, 0, 1, "cpu", [8]),
-        ((0, 8), 8, MANY, 1, "cpu", [8]),
-        ((1, 8), 8, MANY, 3, "cpu", [3, 3, 2]),  # each thread has a head
-        ((1, 8), 4, MANY, 3, "cpu", [2, 2]),
-        ((2, 8), 8, MANY, 3, "cpu", [2, 2, 2, 2]),
-        ((1, 8), 8, MANY, 3, "meta", [8]),  # devices need the work of many heads
-        ((1, 8), 8, 4 * MANY, 3, "meta", [4, 4]),
-        ((1, 8), 8, 16 * MANY, 3, "meta", [2, 2, 2, 2]),
+        ((1, 8), 8, MANY, "cpu", [2, 2, 2, 2]),
+        ((1, 6), 6, MANY, "cpu", [2, 2, 2]),  # no more than 4 groups, so that one head each is too few
+        ((1, 5), 5, MANY, "cpu", [2, 2, 1]),
+        ((1, 12), 3, MANY, "cpu", [1, 1, 1]),
+        ((1, 8), 8, MANY // 3, "cpu", [4, 4]),  # 3 heads would be a little less than what is worth a message
+        ((3, 8), 8, MANY // 3 + 1, "cpu", [2, 2, 2, 2]),
+        ((1, 8), 8, 1, "cpu", [8]),
+        ((1, 8), 8, 0, "cpu", [8]),
+        ((0, 8), 8, MANY, "cpu", [8]),
+        ((1, 8), 8, MANY, "meta", [8]),  # devices need the work of many heads
+        ((1, 8), 8, 4 * MANY, "meta", [4, 4]),
+        ((1, 8), 8, 16 * MANY, "meta", [2, 2, 2, 2]),
     ],
 )
 def test_keys_of_few_heads_go_round_at_a_time_where_they_are_worth_a_message(
-    shape, key_heads, longest, num_threads, device, expected
+    shape, key_heads, longest, device, expected
 ):
     batch, heads = shape
     query, key = (torch.empty(batch, num, 2, 8, device=device) for num in (heads, key_heads))
-    found = head_chunks(query, key, key, longest, num_threads)
+    found = head_chunks(query, key, key, longest)
     share, ends = heads // key_heads, [sum(expected[:index]) for index in range(len(expected) + 1)]
     assert found == [(slice(a * share, b * share), slice(a, b)) for a, b in itertools.pairwise(ends)]
 

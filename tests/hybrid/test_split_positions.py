@@ -14,7 +14,7 @@ from model_zoo import get_model
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, SplitLogits
-from booster_hybrid.sequence_parallel.positions import ByPositions
+from booster_hybrid.sequence_parallel.loss import ByPositions
 from booster_testing import expect_on_ranks, run_on_ranks
 
 NAME = "transformers/llama_tied"

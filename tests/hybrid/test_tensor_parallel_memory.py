@@ -12,9 +12,9 @@ from torch import nn
 
 from booster_hybrid.policy.find import policy_for
 from booster_hybrid.rank_group import RankGroup
-from booster_hybrid.tensor_parallel.loss import vocabulary_cross_entropy
+from booster_hybrid.tensor_parallel.collectives import gathered_last
 from booster_hybrid.tensor_parallel.plan import parallelize
-from booster_hybrid.tensor_parallel.whole_tensors import gathered_last
+from booster_hybrid.tensor_parallel.vocabulary import vocabulary_cross_entropy
 from booster_testing import peak_memory, run_on_ranks
 
 MIB = 2**20

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import load
 from booster_hybrid import ShardingPolicy
-from booster_hybrid.expert_parallel.routing import assuming_balanced_experts
-from booster_hybrid.tensor_parallel.loss import _blocks
+from booster_hybrid.expert_parallel.exchange import assuming_balanced_experts
+from booster_hybrid.tensor_parallel.vocabulary import _blocks
 from booster_testing import run_on_ranks
 from booster_tools import TrainingFunctions
 from booster_tools.planning import Candidate, Devices, TrainingStep, measure, plan, shares_of, simulate

@@ -403,7 +403,7 @@ def weighted(outputs, batch):
 def without_checks_of_entries():
     with (
         mock.patch("booster_hybrid.boosting.check_entries", return_value=[]),
-        mock.patch("booster_hybrid.pipeline.per_sample.BatchDimensions.check"),
+        mock.patch("booster_hybrid.pipeline.example.BatchDimensions.check"),
     ):
         yield
 

@@ -91,7 +91,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
         },
         (
             "_Settings.parts",
-            "groups = travelling_groups(query, key, value, max(self.key_layout.lengths), self.num_threads)",
+            "groups = head_chunks(query, key, value, max(self.key_layout.lengths))",
             "max(self.key_layout.lengths) -> min(self.key_layout.lengths)",
         ): "all ranks find the same groups by either, and a position more is no matter for messages",
         ("_Settings.parts", "if len(groups) == 1:", "1 -> 0"): "all heads may have settings of their own as well",
@@ -101,11 +101,6 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "first_number = self.first_block + sender * _MOST_BLOCKS",
             "self.first_block + sender * _MOST_BLOCKS -> self.first_block - sender * _MOST_BLOCKS",
         ): "counting the senders backwards gives each block a number of its own as well",
-        (
-            "ring_attention",
-            "num_threads: int = 1,",
-            "1 -> 0",
-        ): "no threads ask for as many heads as one does",
     },
     "hybrid/head_groups": {
         (

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from booster_hybrid.config import ExpertConfig, HybridConfig, PipelineConfig, SequenceConfig, TensorConfig
-from booster_hybrid.data_parallel import DataParallelConfig
+from booster_hybrid.config import (
+    DataParallelConfig,
+    ExpertConfig,
+    HybridConfig,
+    PipelineConfig,
+    SequenceConfig,
+    TensorConfig,
+)
 from booster_hybrid.plugin import HybridParallelPlugin
 from booster_hybrid.policy.base import ExpertRule, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.split_logits import SplitLogits

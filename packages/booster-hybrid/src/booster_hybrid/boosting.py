@@ -17,28 +17,32 @@ import torch
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.state import named_modules
-from booster_hybrid.inner_model import inner_model
-from booster_hybrid.local_model import LocalModel
+from booster_hybrid.fixed_draws import preserve_generators
 from booster_hybrid.model import HybridModel
-from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
+from booster_hybrid.optimizer import HybridEngine, HybridOptimizer, check_experts, check_state, cut_state, leave_out
 from booster_hybrid.pipeline.engine import PipelineEngine
-from booster_hybrid.pipeline.example import batch_at_hand, check_entries, dry_run_failed, example_batch
+from booster_hybrid.pipeline.example import (
+    BatchDimensions,
+    batch_at_hand,
+    check_entries,
+    dry_run_failed,
+    example_batch,
+    lengths_of,
+)
 from booster_hybrid.pipeline.find_layers import find_layers
 from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
-from booster_hybrid.pipeline.per_sample import BatchDimensions, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.schedule import ZERO_BUBBLE, make_schedule
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
-from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
-from booster_hybrid.policy.from_transformers import language_model, layer_lists
+from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, language_model, layer_lists, policy_for
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.same_training import DirectWeightUses, RequiresGradCheck, check_copies, parts_of
 from booster_hybrid.sequence_parallel.stack import Mixers
-from booster_hybrid.skipped_layers import preserve_generators
+from booster_hybrid.state import LocalModel
 from booster_hybrid.tensor_parallel.adapters import without_stacked_adapters
+from booster_hybrid.tensor_parallel.module_names import inner_model
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
-from booster_hybrid.user_optimizer import check_experts, check_state, cut_state, leave_out
 from booster_runtime.collectives import new_groups
 from booster_runtime.compiling import compile_apart
 from booster_runtime.data import move_batch
@@ -54,10 +58,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from booster_core.plugin import BoostContext, Boosted, OptimizerWrapper
-    from booster_hybrid.axes import Axis
     from booster_hybrid.config import HybridConfig
     from booster_hybrid.expert_parallel.apply import ExpertsModule
-    from booster_hybrid.mesh import Mesh
+    from booster_hybrid.mesh import Axis, Mesh
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.policy.base import ShardingPolicy
     from booster_hybrid.sequence_parallel.stack import Argument
@@ -214,7 +217,7 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     sharing = _sharing(mesh["dp", "sp"], 1, mesh, config, gathering)
     ranks_of = dict.fromkeys(held, _sharing(mesh["edp", "sp"], config.expert.size, mesh, config, gathering))
     if shards_parameters and config.zero is not None:
-        from booster_hybrid.sharded.apply import shard_parameters
+        from booster_hybrid.sharded import shard_parameters
 
         boosted = shard_parameters(
             objects,
@@ -265,7 +268,7 @@ class CheckedModel(NamedTuple):
 def _checked_experts(model: nn.Module, context: BoostContext, options: ShardOptions) -> list[ExpertsModule]:
     """Return the modules of experts that are spread."""
     from booster_hybrid.expert_parallel.apply import find_experts
-    from booster_hybrid.expert_parallel.routing import is_evenly_routed
+    from booster_hybrid.expert_parallel.exchange import is_evenly_routed
     from booster_hybrid.probe.experts import check_experts
 
     with raised_on_all("boost", context.device):
@@ -408,7 +411,7 @@ def _check_sequences(
 
     Collective: every rank of the world.
     """
-    from booster_hybrid.probe.batches import with_choices
+    from booster_hybrid.probe.calls import with_choices
     from booster_hybrid.probe.sequences import NotComparedError, check_sequences
 
     model, mode, device = objects.model, str(options.config.sequence.mode), context.device

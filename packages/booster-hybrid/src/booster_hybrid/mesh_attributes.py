@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_hybrid.axes import MeshShape
     from booster_hybrid.config import HybridConfig
-    from booster_hybrid.mesh import Mesh
+    from booster_hybrid.mesh import Mesh, MeshShape
 
 
 @dataclass(frozen=True)

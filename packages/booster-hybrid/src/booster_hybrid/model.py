@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from booster_hybrid.axes import Axis
-    from booster_hybrid.local_model import LocalModel
+    from booster_hybrid.mesh import Axis
     from booster_hybrid.pipeline.engine import PipelineEngine
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.random_streams import SplitStreams
     from booster_hybrid.same_training import DirectWeightUses, RequiresGradCheck
+    from booster_hybrid.state import LocalModel
 
 
 class HybridModel(ShardedModel):

@@ -30,6 +30,7 @@ from booster_core.ranks import DistCoordinator
 from booster_core.state import NamedTensors, Replica
 from booster_hybrid.boosting import ShardOptions, shard
 from booster_hybrid.config import (
+    DataParallelConfig,
     ExpertConfig,
     HybridConfig,
     PipelineConfig,
@@ -37,8 +38,8 @@ from booster_hybrid.config import (
     check_used,
     checked_choice,
     sequence_config,
+    zero_options,
 )
-from booster_hybrid.data_parallel import DataParallelConfig, zero_options
 from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
 from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
@@ -63,11 +64,11 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.precision import LossScaleConfig
-    from booster_hybrid.local_model import LocalModel
     from booster_hybrid.mesh import Mesh
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
+    from booster_hybrid.state import LocalModel
     from booster_runtime.lazy import Recording
 
 
@@ -358,7 +359,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             if self.config.expert.size == 1:
                 yield None
                 return
-            from booster_hybrid.expert_parallel.routing import assuming_balanced_experts
+            from booster_hybrid.expert_parallel.exchange import assuming_balanced_experts
 
             with assuming_balanced_experts():
                 yield "as many tokens choose each expert"

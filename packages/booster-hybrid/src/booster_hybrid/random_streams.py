@@ -18,8 +18,7 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.ranks import digest
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
-from booster_hybrid.torch_functions import may_draw
+from booster_hybrid.torch_functions import may_draw, outside_of_graphs
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.axes import Axis
+    from booster_hybrid.mesh import Axis
     from booster_hybrid.rank_group import RankGroup
 
 _States = tuple["Tensor", "Tensor | None"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.absent import is_absent, mark_written, origin_of
+from booster_hybrid.pipeline.absent import is_absent
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -94,12 +94,6 @@ class RankGroup:
             ConfigError: Always.
         """
         refuse_copy()
-
-
-def _absent_too(out: Tensor, source: Tensor) -> collectives.Pending:
-    """Exchange nothing: on the stages that run this, other tensors are exchanged."""
-    mark_written(out, origin_of(source) or "")
-    return collectives.Pending()
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,36 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state import byte_view
-from booster_hybrid.to_host import ToHost
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class ToHost:
+    """Begins to copy a tensor to the host.
+
+    Args:
+        tensor: On any device.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._arrived = None if tensor.device.type == "cpu" else torch.Event(tensor.device)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it was on the host."""
+        return self._arrived is None
+
+    def wait(self) -> torch.Tensor:
+        """Return the copy, once the device has come to where it was begun."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy
+
 
 _WHOLE_NUMEL = 8192
 """Tensors of more elements are sampled; different batches rarely differ in a few values alone."""

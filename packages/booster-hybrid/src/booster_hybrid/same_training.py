@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
 
-    from booster_hybrid.axes import Axis
-    from booster_hybrid.local_model import LocalModel
+    from booster_hybrid.mesh import Axis
+    from booster_hybrid.state import LocalModel
 
 _MOST_LISTED = 4
 

@@ -7,7 +7,7 @@ next: ranks meet before they gather, so that this ends in an error that says so.
 in place raises.
 
 They are split by vocabulary (`booster_hybrid.tensor_parallel.vocabulary`), by positions
-(`booster_hybrid.sequence_parallel.positions`), or by positions and then by vocabulary.
+(`booster_hybrid.sequence_parallel.loss`), or by positions and then by vocabulary.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError, MissingRanksError
 from booster_core.ranks import DistCoordinator, NamedCall
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_hybrid.torch_functions import (
     FACTS,
     asks_format,
     changes_in_place,
     is_elementwise,
     name_of,
+    outside_of_graphs,
     writes_in_place,
 )
 

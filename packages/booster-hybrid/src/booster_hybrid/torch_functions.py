@@ -1,17 +1,23 @@
-"""What is known of torch's functions: which ask for facts, draw random numbers, work on each element, or write."""
+"""What is known of torch's functions: which ask for facts, draw random numbers, work on each element, or write.
+
+`outside_of_graphs` keeps a function of ours out of the graphs of ``torch.compile``: what a collective does can't be
+traced, as it tells other processes addresses, and waits for them.
+"""
 
 from __future__ import annotations
 
 import functools
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
 
 FACTS = (
     *("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_sparse", "is_nested"),
@@ -99,3 +105,19 @@ def changes_in_place(func: Callable[..., Any], args: Sequence[Any], named: Mappi
     if is_assignment(func) or named.get("inplace") or writes_in_place(func):
         writes += args[:1]
     return any(isinstance(each, kind) for each in writes)
+
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def outside_of_graphs(function: F) -> F:
+    """Return a function that is never traced.
+
+    Args:
+        function: The function or method.
+    """
+    # `torch.compiler.disable` imports the compiler at once, which takes longer than all the rest; this is what torch's
+    # optimizers use, and waits for the first call.
+    disabled: Any = _disable_dynamo(function)
+    result: F = disabled
+    return result

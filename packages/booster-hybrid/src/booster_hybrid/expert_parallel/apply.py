@@ -14,11 +14,10 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid.expert_parallel.forward import EveryTokenForward, ExpertsForward
-from booster_hybrid.inner_model import inner_model
 from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.policy.base import matches
 from booster_hybrid.tensor_parallel.adapters import parameter_wrappers
-from booster_hybrid.tensor_parallel.module_names import ModuleNames
+from booster_hybrid.tensor_parallel.module_names import ModuleNames, inner_model
 from booster_hybrid.tensor_parallel.split import Split
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_hybrid.expert_parallel.exchange import combine, dispatch, find_route, without_rows
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

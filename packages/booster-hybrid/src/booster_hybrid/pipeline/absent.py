@@ -126,45 +126,26 @@ class AbsentTensor(Tensor):
         """Return another one of the same form."""
         return absent_like(self.form, self.origin, self.outputs)
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be written to a file."""
-        refuse("pickle", self)
-
-    # What torch answers without asking `__torch_dispatch__`.
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refuse."""
-        del force
-        refuse("numpy", self)
-
-    def tolist(self) -> NoReturn:
-        """Refuse."""
-        refuse("tolist", self)
-
     def data_ptr(self) -> int:
         """Refuse, but where a call only shows what it would return: kernels are chosen by the alignment."""
         if not _is_trial.get():
             refuse("data_ptr", self)
         return 0
 
-    def untyped_storage(self) -> NoReturn:
-        """Refuse."""
-        refuse("untyped_storage", self)
 
-    def __array__(self, dtype: Any = None) -> NoReturn:
-        """Refuse."""
-        del dtype
-        refuse("numpy", self)
+def _refused(name: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses to read values."""
+    return lambda self, *_, **__: refuse(name, self)
 
-    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse."""
-        refuse("dlpack", self)
+
+# What torch answers without asking `__torch_dispatch__`.
+for _method in ("numpy", "tolist", "untyped_storage", "__array__", "__dlpack__", "__reduce_ex__"):
+    setattr(AbsentTensor, _method, _refused(_method.strip("_")))
 
 
 _is_trial: ContextVar[bool] = ContextVar("booster absent trial", default=False)
 _errors: ContextVar[list[AbsentValueError] | None] = ContextVar("booster absent errors", default=None)
 """Where the errors of a run are noted, as the model's own code may catch them."""
-_is_any_marked = False
-"""Whether absent values were ever written into memory that has some."""
 
 
 @contextlib.contextmanager
@@ -217,32 +198,18 @@ def absent_like(form: ActivationMeta, origin: str, outputs: tuple[ModuleOutput, 
 
 def origin_of(tensor: Tensor) -> str | None:
     """Return what made a tensor's values absent; ``None`` for a tensor that has them."""
-    if isinstance(tensor, AbsentTensor):
-        return tensor.origin
-    if not _is_any_marked:
-        return None
-    with torch._C.DisableTorchFunction():  # noqa: SLF001 - the public context is for subclasses alone
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - such as vmap's, without memory
-            tensor = torch._C._functorch.get_unwrapped(tensor)  # noqa: SLF001
-        if tensor.layout is not torch.strided:
-            return None
-        return getattr(tensor.untyped_storage(), "_booster_absent", None)
+    return tensor.origin if isinstance(tensor, AbsentTensor) else None
 
 
 def outputs_behind(leaves: Iterable[Any]) -> tuple[ModuleOutput, ...]:
     """Return from which outputs of modules absent tensors could be computed, as far as a dry run has told."""
-    found: dict[ModuleOutput, None] = {}
-    for leaf in leaves:
-        if isinstance(leaf, AbsentTensor):
-            found.update(dict.fromkeys(leaf.outputs))
-        elif _is_any_marked and isinstance(leaf, Tensor) and origin_of(leaf) is not None:
-            found.update(dict.fromkeys(leaf.untyped_storage()._booster_outputs))  # type: ignore[attr-defined]  # noqa: SLF001 - our own
-    return tuple(found)
+    absent = (leaf for leaf in leaves if isinstance(leaf, AbsentTensor))
+    return tuple(dict.fromkeys(output for leaf in absent for output in leaf.outputs))
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Return whether a tensor's values are absent; also of one into whose memory absent values were written."""
-    return isinstance(tensor, AbsentTensor) or (_is_any_marked and origin_of(tensor) is not None)
+    """Return whether a tensor's values are absent."""
+    return isinstance(tensor, AbsentTensor)
 
 
 def has_absent(value: Any) -> bool:
@@ -280,36 +247,6 @@ def with_arrived(value: Any) -> Any:
         return with_fields(leaf, {name: with_arrived(each) for name, each in fields.items()}) if fields else leaf
 
     return pytree.tree_map(replaced, value)
-
-
-def mark_written(tensor: Tensor, origin: str, outputs: tuple[ModuleOutput, ...] = ()) -> None:
-    """Let all of a tensor's memory count as absent: an absent value was written into it."""
-    global _is_any_marked  # noqa: PLW0603 - so that programs in which this never happens don't look for it
-    _is_any_marked = True
-    with torch._C.DisableTorchFunction():  # noqa: SLF001 - as above
-        storage: Any = tensor.untyped_storage()
-        storage._booster_absent, storage._booster_outputs = origin, outputs  # noqa: SLF001 - our own
-
-
-def fill_written(tensor: Tensor, values: Tensor) -> Tensor:
-    """Write values that have arrived into memory that counts as absent, which it does no longer."""
-    with torch._C.DisableTorchFunction():  # noqa: SLF001 - as above
-        tensor.untyped_storage()._booster_absent = None  # type: ignore[attr-defined]  # noqa: SLF001 - our own
-    return tensor.copy_(values)
-
-
-def as_absent(value: Any) -> Any:
-    """Return a nest in which tensors whose memory holds absent values are absent ones, which raise when read."""
-    if not _is_any_marked:
-        return value
-
-    def replaced(tensor: Tensor) -> Tensor:
-        origin = origin_of(tensor)
-        if origin is None or isinstance(tensor, AbsentTensor):
-            return tensor
-        return absent_like(ActivationMeta.of(tensor), origin, outputs_behind([tensor]))
-
-    return pytree.tree_map_only(Tensor, replaced, value)
 
 
 def read_error(message: str, what: str, outputs: tuple[ModuleOutput, ...]) -> AbsentValueError:
@@ -390,7 +327,7 @@ class MetaCache:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        write: Callable[[Tensor, str, tuple[ModuleOutput, ...]], None],
+        write: Callable[[Callable[..., Any], str, tuple[ModuleOutput, ...]], None],
     ) -> Any:
         """Return what a function returns, with absent tensors in it.
 
@@ -398,7 +335,7 @@ class MetaCache:
             function: Called with fake tensors.
             args: Its arguments, of which some are absent.
             kwargs: Those by name.
-            write: Called with each known tensor that absent values would be written to, and with where these are from.
+            write: Called with the function, and where values are from, for each known tensor that it would write to.
 
         Raises:
             AbsentValueError: If the result depends on absent values in another way than by its own values.
@@ -415,7 +352,7 @@ class MetaCache:
                 self._known[key] = found
         for index in found.written:
             if not isinstance(leaves[index], AbsentTensor):
-                write(leaves[index], origin, outputs)
+                write(function, origin, outputs)
             elif outputs:
                 leaves[index].outputs = outputs
         made = [

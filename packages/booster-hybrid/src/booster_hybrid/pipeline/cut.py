@@ -21,14 +21,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.fixed_draws import host_states
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
     ActivationMeta,
     MetaCache,
     absent_like,
-    as_absent,
     is_absent,
-    mark_written,
     noting_errors,
     refuse,
     with_arrived,
@@ -36,7 +35,6 @@ from booster_hybrid.pipeline.absent import (
 from booster_hybrid.pipeline.arguments import ArgumentNames
 from booster_hybrid.pipeline.p2p import check_sendable
 from booster_hybrid.pipeline.stage_forward import AbsentCalls, StageForwardMode, show
-from booster_hybrid.skipped_layers import host_states
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
 if TYPE_CHECKING:
@@ -493,7 +491,7 @@ class StagedModel:
         before = host_states() if watches else None
         try:
             with self._without_attributes_of_others(), run.noting(), run:
-                outputs = as_absent(call_with(self.forward, taken_by(self.model, batch)))
+                outputs = call_with(self.forward, taken_by(self.model, batch))
             if run.has_arrived:
                 outputs = with_arrived(outputs)
         except StageEnd as end:
@@ -516,7 +514,7 @@ class StagedModel:
         return outputs, payload or {}
 
     def _new_run(self) -> StageForwardMode:
-        return StageForwardMode(self.model, self._forms, self._streams)
+        return StageForwardMode(self._forms, self._streams)
 
     def enclose_compiled(self) -> None:
         """Enter compiled modules from outside of what is compiled, which is not to depend on the stage."""
@@ -597,11 +595,10 @@ class StagedModel:
         args, kwargs = with_arrived((args, kwargs))
         if layer_forward.position == stage.first > 0:
             arguments = dict(layer_forward.names.leaves(args, kwargs))
-            given: Mapping[str, Tensor] = {name: self._received[name] for name in self._carried(stage, arguments)}
+            given = {name: self._received[name] for name in self._carried(stage, arguments)}
             if self._run is not None:
-                given = self._run.arrive(arguments, given)
+                self._run.arrive(arguments, given)
             args, kwargs = layer_forward.names.replaced(args, kwargs, given, f"layer '{layer_forward.layer.name}'")
-        args, kwargs = as_absent((args, kwargs))
         return args, kwargs
 
     def _carried(self, stage: StageRange, arguments: Mapping[str, Any]) -> Collection[str]:
@@ -649,7 +646,7 @@ class StagedModel:
         """Return what a layer would return, without the values; see `AbsentCalls.result`."""
         if self._run is not None:
             return calls.result(self._run, args, kwargs, seen)
-        with StageForwardMode(self.model, self._forms, None) as run:  # backward recomputes what is around the layer
+        with StageForwardMode(self._forms, None) as run:  # backward recomputes what is around the layer
             return calls.result(run, args, kwargs, seen)
 
     def show_what_came(self, position: int, absent: Tensor, seen: Collection[nn.Module]) -> None:
@@ -777,10 +774,7 @@ class _LayerForward:
                 if not has_shapes:
                     raise
         if self.layer.writes:
-            leaves = dict(self.names.leaves(args, kwargs))
-            for leaf in (leaves.get(path) for path in self.layer.writes):
-                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, AbsentTensor):
-                    mark_written(leaf, self._origin)
+            self._refuse_writes(dict(self.names.leaves(args, kwargs)))
         arguments = self._arguments(args, kwargs)
         forms = {
             path: absent_like(ActivationMeta.of(leaf), self._origin)
@@ -790,6 +784,16 @@ class _LayerForward:
         if is_watched and forms:
             self._staged.show_what_came(self.position, next(iter(forms.values())), {module for module, _ in seen})
         return self.layer.returned.of({**arguments, **forms})
+
+    def _refuse_writes(self, arguments: Mapping[str, Any]) -> None:
+        """Raise if the layer would change an argument that this stage has, in place: here it stays as it was."""
+        for path in self.layer.writes:
+            if isinstance(arguments.get(path), torch.Tensor) and not isinstance(arguments[path], AbsentTensor):
+                msg = (
+                    f"Layer '{self.layer.name}' changes its argument '{path}' in place, which later pipeline stages "
+                    "have as it was before. Let it return a new tensor for the next layer, or use `pp_size=1`."
+                )
+                raise ConfigError(msg)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return those arguments of a call, by path, that outputs may be like."""

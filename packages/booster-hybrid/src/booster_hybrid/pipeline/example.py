@@ -1,19 +1,131 @@
-"""A batch for the dry run of a model: from the data loader that it will be trained with, or the model's own dummy."""
+"""A batch for the dry run of a model, and what batches show of entries that are not for each sample.
+
+The batch is from the data loader that the model will be trained with, or the model's own dummy. A vector of class
+weights may be as long as a batch, and one batch does not tell it from targets. Batches of two sizes do: what is for
+each sample has grown with the batch. Where no other size was seen, the tensors that could be for all samples are
+refused: floating ones that only the criterion takes, and floating vectors. Integers of the criterion are labels, and
+what forward takes in more dimensions is its input.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.per_sample import lengths_of, not_per_sample
-from booster_hybrid.skipped_layers import preserve_generators
+from booster_hybrid.fixed_draws import preserve_generators
+from booster_runtime.data import leaves_by_path, taken_by
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import nn
     from torch.utils.data import DataLoader
+
+
+_MOST_SEEN = 16
+"""How many batches of different sizes are remembered."""
+_REMEDY = "What is for all samples, such as class weights, belongs into the criterion, or needs a first dimension of 1."
+
+
+def lengths_of(batch: Any) -> dict[str, int]:
+    """Return the first dimension of each tensor of a batch by the tensor's path; scalars are left out."""
+    return {path: tensor.shape[0] for path, tensor in _entries(batch).items()}
+
+
+def not_per_sample(path: str, found: str) -> ConfigError:
+    """Return the error about a tensor that microbatches would cut wrongly.
+
+    Args:
+        path: Where it is in the batch.
+        found: What was seen of it.
+    """
+    return ConfigError(f"The batch can't be split into microbatches: {path or 'it'} {found}. {_REMEDY}")
+
+
+class BatchDimensions:
+    """Remembers the lengths of entries in batches of different sizes.
+
+    Args:
+        model: The user's model, whose forward tells its own arguments from entries for the criterion.
+        seen: The lengths of entries in batches that are known from `boost`: the example, and the data loader's.
+    """
+
+    def __init__(self, model: nn.Module, seen: Sequence[Mapping[str, int]]) -> None:
+        self._model = model
+        self._seen: list[Mapping[str, int]] = []
+        self._known: set[str] = set()
+        self._checked: object = None
+        for lengths in seen:
+            self._note(lengths)
+
+    def check(self, batch: Any, count: int) -> None:
+        """Raise if a tensor would be cut that is, or may be, for all samples of a batch.
+
+        Args:
+            batch: As its data loader yields it.
+            count: Its number of samples.
+
+        Raises:
+            ConfigError: Naming the first such tensor, with the remedy.
+        """
+        leaves, form = pytree.tree_flatten(batch)
+        shapes = form, [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if shapes == self._checked:
+            return
+        lengths = lengths_of(batch)
+        before = [*self._seen]
+        self._note(lengths)
+        cut = {path: tensor for path, tensor in _entries(batch).items() if tensor.shape[0] == count}
+        unknown = {path: tensor for path, tensor in cut.items() if path not in self._known}
+        for earlier in before:
+            self._refuse_constant(earlier, unknown, lengths)
+        if len(cut) > 1:
+            self._refuse_ambiguous(batch, unknown)
+        self._checked = shapes
+
+    def _note(self, lengths: Mapping[str, int]) -> None:
+        """Take the entries for known whose lengths have changed, and remember a batch of another size."""
+        for earlier in self._seen:
+            self._known.update(path for path, length in lengths.items() if earlier.get(path, length) != length)
+        if lengths not in self._seen and len(self._seen) < _MOST_SEEN:
+            self._seen.append(lengths)
+
+    @staticmethod
+    def _refuse_constant(
+        earlier: Mapping[str, int], unknown: Mapping[str, torch.Tensor], lengths: Mapping[str, int]
+    ) -> None:
+        """Refuse what is as long as in another batch, although other entries are not."""
+        for path in unknown:
+            length = lengths[path]
+            other = next((key for key in lengths if earlier.get(key, length) != lengths[key] == length), None)
+            if other is not None and earlier.get(path) == length:
+                found = f"has {length} entries in batches in which {other} has {earlier[other]} and {lengths[other]}"
+                raise not_per_sample(path, found)
+
+    def _refuse_ambiguous(self, batch: Any, unknown: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what may be for all samples, as no batch of another size was seen."""
+        taken = [leaf for leaf in pytree.tree_leaves(taken_by(self._model, batch)) if isinstance(leaf, torch.Tensor)]
+        of_forward = {id(leaf) for leaf in taken}
+        inputs = {leaf.shape for leaf in taken if leaf.dim() > 1}
+        for path, tensor in unknown.items():
+            is_input = id(tensor) in of_forward and tensor.dim() > 1
+            if is_input or tensor.shape in inputs or not tensor.is_floating_point():
+                continue
+            msg = (
+                f"The batch can't be split into microbatches: {path or 'it'} of shape {tuple(tensor.shape)} may have "
+                "an entry for each sample, or be for all of them, as class weights are. Pass the data loader to "
+                "`boost`, or an `example_batch` to the plugin that has this entry and another number of samples. "
+            )
+            raise ConfigError(msg + _REMEDY)
+
+
+def _entries(batch: Any) -> dict[str, torch.Tensor]:
+    return {path: leaf for path, leaf in leaves_by_path(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()}
+
 
 _SAMPLES = 2
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from booster_core.errors import ConfigError
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.torch_functions import outside_of_graphs
 from booster_runtime.data import leaves_by_path
 from booster_runtime.label_means import count_labels, labels_of_mean
 

@@ -323,7 +323,7 @@ class _DryStages(StagedModel):
         self.enclose_compiled()
 
     def _new_run(self) -> StageForwardMode:
-        return NotedRun(self.model, self._forms, self.calls)
+        return NotedRun(self._forms, self.calls)
 
     def enter_layer(self, position: int) -> None:
         """Note that a layer begins."""

@@ -24,13 +24,10 @@ from booster_hybrid.pipeline.absent import (
     ActivationMeta,
     MetaCache,
     absent_like,
-    fill_written,
     has_absent,
     in_trial,
     is_plain,
-    mark_written,
     noting_errors,
-    origin_of,
     read_error,
     with_arrived,
 )
@@ -91,7 +88,6 @@ class StageForwardMode(TorchFunctionMode):
     """A function mode around one forward of one stage.
 
     Args:
-        model: The model, of which nothing may be written to with absent values.
         forms: What functions return.
         streams: Where the microbatch draws from; ``None`` leaves the generators alone.
 
@@ -100,9 +96,9 @@ class StageForwardMode(TorchFunctionMode):
         has_arrived: Whether values of absent tensors have come, which these stand for from then on.
     """
 
-    def __init__(self, model: nn.Module, forms: MetaCache, streams: MicrobatchStreams | None) -> None:
+    def __init__(self, forms: MetaCache, streams: MicrobatchStreams | None) -> None:
         super().__init__()
-        self._model, self._forms, self._streams = model, forms, streams
+        self._forms, self._streams = forms, streams
         self._is_paused = self.has_arrived = False
         self._reads: KnownReads | None = None
         self.errors: list[AbsentValueError] = []
@@ -146,23 +142,15 @@ class StageForwardMode(TorchFunctionMode):
             if draws and self._streams is not None:
                 self._streams.end_function()
 
-    def arrive(self, arguments: Mapping[str, Any], received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Let arguments of the stage's first layer, by path, be what came in their places from now on.
+    def arrive(self, arguments: Mapping[str, Any], received: Mapping[str, Tensor]) -> None:
+        """Let absent arguments of the stage's first layer, by path, be what came in their places from now on.
 
-        The model's own code goes on with the same objects, as where it adds a layer's output to its input. Absent ones
-        stand for what came. Into memory to which layers of stages before have written it is copied.
-
-        Returns:
-            What to call the layer with in their places.
+        The model's own code goes on with the same objects, as where it adds a layer's output to its input.
         """
-        instead = dict(received)
         for path, tensor in received.items():
             own = arguments.get(path)
             if isinstance(own, AbsentTensor):
                 own.arrived, self.has_arrived = tensor, True
-            elif isinstance(own, Tensor) and origin_of(own) is not None:
-                instead[path] = fill_written(own, tensor)
-        return instead
 
     def _refuse_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if a function would write to what has come: views of it that were made before are absent still."""
@@ -189,26 +177,17 @@ class StageForwardMode(TorchFunctionMode):
         finally:
             self._reads.is_paused = before
 
-    def _write(self, tensor: Tensor, origin: str, outputs: tuple[ModuleOutput, ...]) -> None:
-        """Let known memory count as absent, unless it outlives the forward."""
-        storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - as torch tells storages apart
-        kept = (
-            name
-            for name, each in (*self._model.named_parameters(), *self._model.named_buffers())
-            if not isinstance(each, AbsentTensor)  # in a dry run
-            and each.layout is torch.strided
-            and each.untyped_storage()._cdata == storage  # noqa: SLF001
+    def _write(self, func: Callable[..., Any], origin: str, outputs: tuple[ModuleOutput, ...]) -> None:
+        """Refuse to write absent values into memory that has some: views of it would be as they were."""
+        if self.is_trying:
+            return
+        msg = (
+            f"The model writes values of {origin}, which another pipeline stage has, into a tensor that this one has "
+            f"(by `{name_of(func)}`, outside of its layers). Let it make a new tensor, do so inside of a layer, or use "
+            "`pp_size=1`."
         )
-        name = next(kept, None)
-        if name is None:
-            mark_written(tensor, origin, outputs)
-        elif not self.is_trying:
-            msg = (
-                f"The model writes values of {origin}, which another pipeline stage has, into '{name}' outside of its "
-                "layers. Do so inside of a layer, or use `pp_size=1`."
-            )
-            self.errors.append(AbsentValueError(msg))
-            raise self.errors[-1]
+        self.errors.append(read_error(msg, f"`{name_of(func)}` writes values of {origin} into a known tensor", outputs))
+        raise self.errors[-1]
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -246,13 +225,12 @@ class NotedRun(StageForwardMode):
     """A stage's run that notes which functions are called.
 
     Args:
-        model: As for `StageForwardMode`.
-        forms: Likewise.
+        forms: As for `StageForwardMode`.
         calls: Gets the functions' names, each with the shapes that it was given.
     """
 
-    def __init__(self, model: nn.Module, forms: MetaCache, calls: list[Any]) -> None:
-        super().__init__(model, forms, None)
+    def __init__(self, forms: MetaCache, calls: list[Any]) -> None:
+        super().__init__(forms, None)
         self._calls = calls
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -340,10 +318,8 @@ class AbsentCalls:
         return self._filled(output)
 
     def _without_values(self, tensor: Tensor) -> Tensor:
-        is_known = origin_of(tensor) is None
-        return (
-            absent_like(ActivationMeta.of(tensor), self._origin) if is_known and tensor.is_floating_point() else tensor
-        )
+        is_known = tensor.is_floating_point() and not isinstance(tensor, AbsentTensor)
+        return absent_like(ActivationMeta.of(tensor), self._origin) if is_known else tensor
 
     def _note(self, inner: list[tuple[nn.Module, Any]], part: nn.Module, output: Any) -> Any:
         """Note what a module inside would return, and let other hooks see that it is absent."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from booster_core.state import NamedTensors
+from booster_hybrid.fixed_draws import host_states
 from booster_hybrid.pipeline.cut import Cuts, StagedModel, held_modules, idle_modules, share_layers
 from booster_hybrid.pipeline.needs import find_needs
-from booster_hybrid.pipeline.python_random import PythonRandomUse
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.trace import copy_of
 from booster_runtime.activations import enable_activation_checkpointing
@@ -116,16 +116,13 @@ def find_cuts(model: nn.Module, lists: Sequence[str], batch: Any, config: Pipeli
         ConfigError: If the model can't be cut.
     """
     num_stages = make_schedule(config.style, config.size, 1, config.num_chunks).placement.num_stages
-    own = _copy_of(model) or model
-    watched = PythonRandomUse(model, own)
-    with watched:
-        trace, needs = find_needs(own, lists, batch, num_stages, config.num_layers_per_stage, trains=trains)
+    own, before = _copy_of(model) or model, host_states()
+    trace, needs = find_needs(own, lists, batch, num_stages, config.num_layers_per_stage, trains=trains)
     names = [layer.name for layer in trace.layers]
-    watched.check_own(set(names))
     found = {True: needs, False: needs}
     other = _copy_of(model)
     # A mode that fails on the batch, or can't be cut, is taken to be as the one that the model is in.
-    with watched, contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):
         if other is not None:
             for module in other.modules():
                 module.training = not model.training  # some models' `train` changes parameters, which are shared
@@ -133,7 +130,8 @@ def find_cuts(model: nn.Module, lists: Sequence[str], batch: Any, config: Pipeli
             if [layer.name for layer in seen.layers] == names:
                 found[not model.training] = needs
     ranges = share_layers(len(names), num_stages, config.num_layers_per_stage)
-    return Cuts(trace, found, idle_modules(dict(model.named_modules()), trace, ranges), watched.were_seen)
+    draws_on_host = host_states() != before
+    return Cuts(trace, found, idle_modules(dict(model.named_modules()), trace, ranges), draws_on_host)
 
 
 def _copy_of(model: nn.Module) -> nn.Module | None:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError
 from booster_core.state import call_with_tensors
+from booster_hybrid.fixed_draws import ConstantRandomMode
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
     ActivationMeta,
@@ -32,7 +33,6 @@ from booster_hybrid.pipeline.absent import (
 )
 from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
 from booster_hybrid.pipeline.stage_forward import OF_TORCH, NotedRun, preserve_attributes
-from booster_hybrid.skipped_layers import ConstantRandomMode
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by, tensors_of
 
@@ -171,7 +171,7 @@ def trace_on(
         )
         raise ConfigError(msg)
     whole = WholeRun()
-    run = NotedRun(model, MetaCache(), whole.calls)
+    run = NotedRun(MetaCache(), whole.calls)
     recorder = _Recorder(modules, {id(layer): name for name, layer in found.items()}, run, whole)
     recorder.watch()
     try:
@@ -230,7 +230,7 @@ class _Recorder:
             if id(module) in self._layers:
                 call = functools.partial(self._call_layer, self._layers[id(module)])
                 self._undo.append(replace_forward(module, call))
-            elif is_inside(name, names):
+            elif _is_inside(name, names):
                 self._undo.append(module.register_forward_hook(functools.partial(self._on_inner_return, name)).remove)
                 continue
             elif any(True for _ in module.parameters(recurse=False)):
@@ -337,7 +337,7 @@ def _forms_of(value: Any) -> tuple[list[Any], Any]:
     return [ActivationMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], form
 
 
-def is_inside(name: str, layers: Collection[str]) -> bool:
+def _is_inside(name: str, layers: Collection[str]) -> bool:
     """Return whether a module is a part of a layer, given its name and those of the layers."""
     while name := name.rpartition(".")[0]:
         if name in layers:

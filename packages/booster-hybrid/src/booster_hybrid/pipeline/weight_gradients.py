@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
+from booster_hybrid.tensor_parallel.linear import is_linear, is_transposed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

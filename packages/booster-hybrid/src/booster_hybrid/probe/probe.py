@@ -19,18 +19,28 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.policy.base import Style
-from booster_hybrid.probe.batches import (
+from booster_hybrid.probe.calls import (
     MOST_POSITIONS,
+    Call,
+    Recording,
     call_of_other_length,
     calls_of_model,
     clear_number,
+    copied,
+    record_calls,
     with_choices,
 )
-from booster_hybrid.probe.calls import Call, Recording, copied, record_calls
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
-from booster_hybrid.probe.kinds import structural_key
 from booster_hybrid.probe.running import Difference, Result, Runner, Setting, settings_of
-from booster_hybrid.probe.units import ProbeTarget, around, calls_of, is_torchs_own, name_around, units_of
+from booster_hybrid.probe.units import (
+    ProbeTarget,
+    around,
+    calls_of,
+    is_torchs_own,
+    name_around,
+    structural_key,
+    units_of,
+)
 from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored
 from booster_hybrid.tensor_parallel.plan import COLUMNS, ROWS, TensorParallelModel, TensorPlan
 from booster_hybrid.tensor_parallel.split import is_repeated

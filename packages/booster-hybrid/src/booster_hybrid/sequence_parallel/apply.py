@@ -13,9 +13,6 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.layer_plan import ModulePatches
@@ -24,14 +21,14 @@ from booster_hybrid.sequence_parallel.layers import ListRun, lists_of_layers, re
 from booster_hybrid.sequence_parallel.loss import LogitsOfPositions, head_of
 from booster_hybrid.sequence_parallel.mask import make_mask
 from booster_hybrid.sequence_parallel.mixers import gather_for_mixers
-from booster_hybrid.sequence_parallel.own_attention import replace_attention
+from booster_hybrid.sequence_parallel.own_attention import enter_through_sdpa, replace_attention
 from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
-from booster_hybrid.sequence_parallel.sdpa_entry import enter_through_sdpa
 from booster_hybrid.sequence_parallel.stack import AttendingHooks, Mixers, Stack
-from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import nn
 
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.stack import Argument
@@ -62,12 +59,9 @@ def split_sequences(
 
     Raises:
         ConfigError: If the model can't be split so.
-
-    Collective: the sequence parallel ranks, for ``"ring_attn"``.
     """
     model = compiled_module(model) or model
-    num_threads = _most_threads(group) if mode == "ring_attn" else 1
-    stacks = split_layers(model, lists, mode, group, rings=rings, num_threads=num_threads, mixers=mixers)
+    stacks = split_layers(model, lists, mode, group, rings=rings, mixers=mixers)
     for (stack, _), known in zip(stacks, dims, strict=False):
         stack.dims = known
     if parallel_output and has_causal_loss(model):
@@ -83,7 +77,6 @@ def split_layers(
     group: RankGroup,
     *,
     rings: Sequence[RankGroup] | None = None,
-    num_threads: int = 1,
     mixers: Mixers | None = None,
 ) -> list[tuple[Stack, list[nn.Module]]]:
     """Let the layers alone work on this rank's positions, in place.
@@ -94,7 +87,6 @@ def split_layers(
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
         rings: The rings that they form.
-        num_threads: The most threads with which one of the ranks computes, for ``"ring_attn"``.
         mixers: What is in the layers besides attention; ``None`` where that is not known.
 
     Returns:
@@ -104,7 +96,7 @@ def split_layers(
         ConfigError: If the model can't be split so.
     """
     name = type(model).__name__
-    stacks = [(Stack(mode, group, name, rings, num_threads), layers) for layers in lists_of_layers(model, lists, mode)]
+    stacks = [(Stack(mode, group, name, rings), layers) for layers in lists_of_layers(model, lists, mode)]
     for stack, layers in stacks:
         if not (replace_attention(layers) or _uses_registry(model, layers)):
             stack.is_plain = True
@@ -123,12 +115,6 @@ def split_layers(
             if is_last:
                 run.watch_between(hooks)
     return stacks
-
-
-def _most_threads(group: RankGroup) -> int:
-    """Return the most threads with which one of the ranks computes."""
-    found: list[int] = collectives.all_gather_object(torch.get_num_threads(), group.group)
-    return max(found)
 
 
 def has_causal_loss(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from booster_hybrid.sequence_parallel.relative_bias import own_bias
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_hybrid.sequence_parallel.stack import OTHER_STATES, argument_names
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -150,10 +150,7 @@ def attention(
     )
     visibility = Visibility(checked(attention_mask, layout.length, key_layout.length), is_causal=causal)
     if stack.mode == "ring_attn":
-        rings, num_threads = stack.rings, stack.num_threads
-        outputs = ring_attention(
-            query, key, value, visibility, layout, stack.group, rings=rings, num_threads=num_threads, **options
-        )
+        outputs = ring_attention(query, key, value, visibility, layout, stack.group, rings=stack.rings, **options)
     else:
         outputs = all_to_all_attention(query, key, value, visibility, layout, stack.group, **options)
     return outputs.transpose(1, 2).contiguous(), None

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     HeadGroup = tuple[slice, slice]
@@ -23,7 +22,7 @@ LEAST_BYTES = {"cpu": 1 << 20, "cuda": 1 << 24}
 devices need the work of many heads to be busy."""
 
 
-def head_chunks(query: Tensor, key: Tensor, value: Tensor, longest: int, num_threads: int) -> list[HeadGroup]:
+def head_chunks(query: Tensor, key: Tensor, value: Tensor, longest: int) -> list[HeadGroup]:
     """Return the groups of heads whose keys and values go round one after the other; the same ones on every rank.
 
     Args:
@@ -31,27 +30,13 @@ def head_chunks(query: Tensor, key: Tensor, value: Tensor, longest: int, num_thr
         key: The keys.
         value: The values.
         longest: The largest number of a rank's keys.
-        num_threads: The most threads with which a rank computes: on the CPU, each has heads of its own.
     """
     bytes_of_head = key.shape[0] * longest * (key.shape[-1] + value.shape[-1]) * key.element_size()
     least_bytes = LEAST_BYTES.get(query.device.type, LEAST_BYTES["cuda"])
     step = max(_parts(key.shape[1], MOST_GROUPS), _parts(least_bytes, max(bytes_of_head, 1)))
-    if query.device.type == "cpu":
-        step = max(step, _for_threads(query, key, num_threads))
-    return _groups(query, key, step)
-
-
-def computed_groups(query: Tensor, key: Tensor) -> list[HeadGroup]:
-    """Return the groups of heads that one call of the CPU's backward kernel computes.
-
-    A call returns gradients of its own. The kernel gives each thread some heads, so that these need not be of more
-    heads than there are threads.
-
-    Args:
-        query: The queries.
-        key: The keys.
-    """
-    return _groups(query, key, _for_threads(query, key, torch.get_num_threads()))
+    num_heads, share = key.shape[1], query.shape[1] // key.shape[1]
+    ends = [(first, min(first + step, num_heads)) for first in range(0, num_heads, step)]
+    return [(slice(first * share, last * share), slice(first, last)) for first, last in ends]
 
 
 def placed(whole: Tensor | None, part: Tensor, heads: slice, num_heads: int, dtype: torch.dtype) -> Tensor:
@@ -72,17 +57,6 @@ def placed(whole: Tensor | None, part: Tensor, heads: slice, num_heads: int, dty
         whole = part.new_empty((batch, positions, num_heads, *size), dtype=dtype).transpose(1, 2)
     whole[:, heads] = part
     return whole
-
-
-def _for_threads(query: Tensor, key: Tensor, num_threads: int) -> int:
-    """Return the number of key/value heads that give each thread a query head."""
-    return _parts(num_threads, max(query.shape[0] * (query.shape[1] // key.shape[1]), 1))
-
-
-def _groups(query: Tensor, key: Tensor, step: int) -> list[HeadGroup]:
-    num_heads, share = key.shape[1], query.shape[1] // key.shape[1]
-    ends = [(first, min(first + step, num_heads)) for first in range(0, num_heads, step)]
-    return [(slice(first * share, last * share), slice(first, last)) for first, last in ends]
 
 
 def _parts(whole: int, part: int) -> int:

@@ -1,9 +1,13 @@
-"""torch's fused attention kernels, which return the logarithm of each query's sum of exponentials.
+"""Attention of one block of queries and keys, with the logarithm of each query's sum of exponentials.
 
-With it, what a query finds in two blocks of keys can be merged, and the backward kernel, given the merged outputs and
-logarithms, computes the gradients of each block as part of the whole. So no scores are ever in memory.
-Reference: torch's context parallelism, ``torch.distributed.tensor.experimental``, calls the same kernels.
+With it, what a query finds in two blocks of keys can be merged in fp32, and a backward that is given the merged outputs
+and logarithms computes the gradients of each block as part of the whole. torch's fused operations return it, so that no
+scores are ever in memory; they are no public functions of torch, but what
+`torch.nn.functional.scaled_dot_product_attention` and torch's context parallelism call. What they don't compute (soft
+caps, dropout on the CPU, biases that are trained) has its scores in memory, for blocks of bounded size.
+Reference: Dao et al. 2022, "FlashAttention" (arXiv:2205.14135), for the backward.
 """
+# ruff: noqa: SLF001
 
 from __future__ import annotations
 
@@ -11,18 +15,325 @@ import math
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from booster_hybrid.sequence_parallel.blocks import Block
-from booster_hybrid.sequence_parallel.explicit_scores import ExplicitScores
-from booster_hybrid.sequence_parallel.merging import MergedOutputs
-from booster_hybrid.sequence_parallel.primitives import primitive_for
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    _Place = tuple[slice, slice, slice]
+
+
+_aten: Any = torch.ops.aten
+_EFFICIENT_ROWS = 32
+"""Queries to a multiple of which the memory-efficient kernel pads logarithms."""
+
+
+class FlashOnCpu:
+    """Flash attention on the CPU, with a bias or without; key/value heads may be shared.
+
+    Here and in the next classes, queries, keys and values are of one size; ``bias`` is added to the scores;
+    ``logarithms`` have shape ``(batch, heads, queries)``.
+    """
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return outputs and logarithms."""
+        outputs, logarithms = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=bias, scale=scaling
+        )
+        return outputs, logarithms
+
+    def backward(
+        self,
+        gradient: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        bias: Tensor | None,
+        *,
+        is_causal: bool,
+        scaling: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values."""
+        of_query, of_key, of_value = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, *saved, 0.0, is_causal, attn_mask=bias, scale=scaling
+        )
+        return of_query, of_key, of_value
+
+
+class FlashOnCuda:
+    """Flash attention in half precision, without a bias."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return outputs and logarithms."""
+        assert bias is None, "flash attention adds none"
+        key, value = _for_each_head(query, key, value)
+        found = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scaling)
+        return found[0], found[1]
+
+    def backward(
+        self,
+        gradient: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        bias: Tensor | None,
+        *,
+        is_causal: bool,
+        scaling: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values."""
+        del bias
+        query, key, value, outputs, logarithms = saved
+        keys, values = _for_each_head(query, key, value)
+        lengths = query.shape[2], key.shape[2]
+        # Where nothing is dropped, the states of the generator aren't read.
+        unused = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+        of_query, of_key, of_value = _aten._scaled_dot_product_flash_attention_backward(
+            gradient, query, keys, values, outputs, logarithms.contiguous(), None, None, *lengths, 0.0, is_causal,
+            *unused, scale=scaling,
+        )  # fmt: skip
+        return of_query, _over_shared(of_key, key), _over_shared(of_value, value)
+
+
+class EfficientOnCuda:
+    """Memory-efficient attention, with a bias or without."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return outputs and logarithms."""
+        key, value = _for_each_head(query, key, value)
+        outputs, logarithms, *_ = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, compute_log_sumexp=True, dropout_p=0.0, is_causal=is_causal, scale=scaling
+        )
+        return outputs, logarithms[..., : query.shape[2]]
+
+    def backward(
+        self,
+        gradient: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        bias: Tensor | None,
+        *,
+        is_causal: bool,
+        scaling: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values."""
+        query, key, value, outputs, logarithms = saved
+        keys, values = _for_each_head(query, key, value)
+        padded = nn.functional.pad(logarithms, (0, -query.shape[2] % _EFFICIENT_ROWS), value=math.inf).contiguous()
+        unused = torch.zeros((), dtype=torch.int64, device=query.device)
+        of_query, of_key, of_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            gradient, query, keys, values, bias, outputs, padded, unused, unused, 0.0,
+            [True, True, True, False], is_causal, scale=scaling,
+        )  # fmt: skip
+        return of_query, _over_shared(of_key, key), _over_shared(of_value, value)
+
+
+def primitive_for(query: Tensor, bias: Tensor | None) -> FlashOnCpu | FlashOnCuda | EfficientOnCuda:
+    """Return the operation for a device and a format, with what is added to the scores or without."""
+    if query.device.type == "cpu":
+        return FlashOnCpu()
+    if bias is None and query.dtype != torch.float32:
+        return FlashOnCuda()
+    return EfficientOnCuda()
+
+
+def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    share = query.shape[1] // key.shape[1]
+    if share == 1:
+        return key, value
+    return key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
+
+
+def _over_shared(gradient: Tensor, of: Tensor) -> Tensor:
+    """Return the sums over the query heads that share a key/value head."""
+    share = gradient.shape[1] // of.shape[1]
+    if share == 1:
+        return gradient
+    batch, _, length, size = gradient.shape
+    return gradient.view(batch, -1, share, length, size).sum(2, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class ExplicitScores:
+    """Attention of one block, step by step.
+
+    Args:
+        scaling: Multiplies the products.
+        softcap: Bound of the scores, which a hyperbolic tangent keeps; ``None`` for none.
+        dropout: Probability of dropping an attention weight.
+        seed: What this rank's dropout is drawn from, again in backward.
+        needs_bias_gradient: Whether backward returns the gradients of what is added to the scores.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    dropout: float = 0.0
+    seed: int = 0
+    needs_bias_gradient: bool = False
+    is_cut = True
+    """Whether blocks must be small."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, block: Block
+    ) -> tuple[Tensor, Tensor]:
+        """Return outputs and logarithms of sums; see `FusedKernel.forward`."""
+        work = torch.promote_types(query.dtype, torch.float32)
+        query, key, value = query.to(work), key.to(work), value.to(work)
+        scores, _ = self._scores(query, key, mask, block)
+        logarithms = scores.logsumexp(-1)
+        # Where nothing is seen, any finite number will do.
+        weights = scores.sub_(_finite(logarithms).unsqueeze(-1)).exp_()
+        kept = _by_group(self._dropped(weights, block), value.shape[1])
+        return (kept @ value).view(*query.shape[:-1], value.shape[-1]), logarithms
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        outputs: Tensor,
+        logarithms: Tensor,
+        mask: Tensor | None,
+        block: Block,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the gradients of queries, keys, values and, where needed, of what is added to the scores."""
+        work = torch.promote_types(query.dtype, torch.float32)
+        query, key, value = query.to(work), key.to(work), value.to(work)
+        gradient, outputs = gradient.to(work), outputs.to(work)
+        heads = key.shape[1]
+        scores, slope = self._scores(query, key, mask, block)
+        weights = scores.sub_(logarithms.unsqueeze(-1)).exp_()
+        incoming = _by_group(gradient, heads)
+        of_value = _by_group(self._dropped(weights, block), heads).transpose(-1, -2) @ incoming
+        of_kept = (incoming @ value.transpose(-1, -2)).view(weights.shape)
+        shared = (gradient * outputs).sum(-1, keepdim=True)
+        of_added = weights.mul_(self._dropped(of_kept, block).sub_(shared))
+        of_bias = of_added.clone() if self.needs_bias_gradient else None
+        if slope is not None:
+            of_added = of_added.mul_(slope)
+        of_scores = _by_group(of_added.mul_(self.scaling), heads)
+        of_query = (of_scores @ key).view(query.shape)
+        of_key = of_scores.transpose(-1, -2) @ _by_group(query, heads)
+        return of_query, of_key, of_value, of_bias
+
+    def _scores(self, query: Tensor, key: Tensor, mask: Tensor | None, block: Block) -> tuple[Tensor, Tensor | None]:
+        """Return the masked scores of a block, shape ``(batch, heads, queries, keys)``.
+
+        The second are, where scores are capped, their derivatives by the products.
+        """
+        scores = (_by_group(query, key.shape[1]) @ key.transpose(-1, -2)).view(*query.shape[:-1], key.shape[2])
+        scores = scores.mul_(self.scaling)
+        slope = None
+        if self.softcap is not None:
+            bounded = scores.div_(self.softcap).tanh_()
+            slope = 1.0 - bounded.square()
+            scores = bounded.mul_(self.softcap)
+        if mask is not None:
+            scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
+        if block.kind == "causal":
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+            scores = scores.masked_fill_(hidden, -math.inf)
+        return scores, slope
+
+    def _dropped(self, weights: Tensor, block: Block) -> Tensor:
+        """Return the weights of a block with some of them dropped, the same ones in both passes."""
+        if not self.dropout:
+            return weights
+        generator = torch.Generator(weights.device).manual_seed((self.seed + block.number) % 2**62)
+        kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= self.dropout
+        return weights * kept / (1.0 - self.dropout)
+
+
+def _finite(logarithms: Tensor) -> Tensor:
+    return logarithms.masked_fill(logarithms == -math.inf, 0.0)
+
+
+def _by_group(tensor: Tensor, num_key_value_heads: int) -> Tensor:
+    """Stack the rows of the heads that share a key/value head: ``(batch, key/value heads, rows, columns)``."""
+    return tensor.reshape(tensor.shape[0], num_key_value_heads, -1, tensor.shape[-1])
+
+
+class MergedOutputs:
+    """What queries have found in the blocks so far.
+
+    Args:
+        query: The queries, shape ``(batch, heads, queries, size)``.
+        value_size: Size of the outputs.
+    """
+
+    def __init__(self, query: Tensor, value_size: int) -> None:
+        self._query, self._value_size = query, value_size
+        self._format = sum_format(query)
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def add(self, rows: _Place, outputs: Tensor, logarithms: Tensor) -> None:
+        """Merge what some of the queries have found in a block; may take the tensors over.
+
+        Args:
+            rows: Which of the queries.
+            outputs: Shape ``(batch, heads, queries, value size)``.
+            logarithms: Of the sums of exponentials, shape ``(batch, heads, queries)``.
+        """
+        outputs, logarithms = outputs.to(self._format), logarithms.to(self._format)
+        if self._found is None and outputs.shape[:-1] == self._query.shape[:-1]:
+            self._found = outputs, logarithms
+            return
+        merged, total = self._whole()
+        merged, total = merged[rows], total[rows]
+        # A sigmoid of the difference is the block's share of the weights; of two that saw nothing, none.
+        share = (logarithms - total).sigmoid_().nan_to_num_(0.0)
+        merged.lerp_(outputs, share.unsqueeze(-1))
+        torch.logaddexp(total, logarithms, out=total)
+
+    def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the outputs in the queries' format, and the logarithms of all sums, for backward.
+
+        Args:
+            sinks: Scores that take weight and have no value, shape ``(heads,)``; ``None`` for none.
+
+        Returns:
+            Zeros, and an infinite logarithm, for queries that have seen nothing: all weights are zero in backward.
+        """
+        merged, total = self._whole()
+        if sinks is not None:
+            sink = sinks.to(self._format).view(1, -1, 1)
+            merged = merged * (total - sink).sigmoid().unsqueeze(-1)
+            total = torch.logaddexp(total, sink)
+        return merged.to(self._query.dtype), total.masked_fill(total == -math.inf, math.inf)
+
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        if self._found is None:
+            shape = self._query.shape[:-1]
+            zeros = self._query.new_zeros(*shape, self._value_size, dtype=self._format)
+            self._found = zeros, self._query.new_full(shape, -math.inf, dtype=self._format)
+        return self._found
+
+
+def sum_format(tensor: Tensor) -> torch.dtype:
+    """Return the format in which what is added up of a tensor is kept: fp32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def sink_gradient(sinks: Tensor, gradient: Tensor, outputs: Tensor, logarithms: Tensor) -> Tensor:
+    """Return the gradient of scores that take weight and have no value.
+
+    Args:
+        sinks: The scores, shape ``(heads,)``.
+        gradient: That of the outputs.
+        outputs: What the queries have found.
+        logarithms: Of the sums of all weights, the sinks' included.
+    """
+    shared = (gradient.to(logarithms.dtype) * outputs).sum(-1)
+    weights = (sinks.to(logarithms.dtype).view(1, -1, 1) - logarithms).exp_()
+    return weights.mul_(shared).sum((0, 2)).neg_().to(sinks.dtype)
+
 
 _ALIGNMENT = 8
 """Elements to a multiple of which CUDA's kernels need sizes, and the rows of what is added."""

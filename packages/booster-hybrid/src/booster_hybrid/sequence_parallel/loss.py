@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.sequence_parallel.exchange import sum_over_ranks
-from booster_hybrid.sequence_parallel.positions import ByPositions
-from booster_hybrid.split_logits import SplitLogits, split_logits
-from booster_hybrid.tensor_parallel.bounds import within_bounds
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.sequence_parallel.exchange import gather_sequence, sum_over_ranks
+from booster_hybrid.split_logits import LogitsPartition, SplitLogits, split_logits
+from booster_hybrid.tensor_parallel.vocabulary import within_bounds
+from booster_hybrid.torch_functions import outside_of_graphs
 from booster_runtime.label_means import labels_of_mean
 
 if TYPE_CHECKING:
@@ -32,6 +31,37 @@ if TYPE_CHECKING:
 
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
+
+
+class ByPositions(LogitsPartition):
+    """Logits of shape ``(batch, positions, vocabulary)`` of which each rank has some positions.
+
+    Args:
+        layout: Who has which.
+        group: The sequence parallel ranks.
+    """
+
+    def __init__(self, layout: SequenceLayout, group: RankGroup) -> None:
+        super().__init__(group)
+        self._layout = layout
+
+    def shape(self, local: torch.Size) -> torch.Size:
+        """Return the shape of all logits, given that of a part."""
+        first, _, *rest = local
+        return torch.Size((first, self._layout.length, *rest))
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """Return the logits of all positions, split by vocabulary still if the part is.
+
+        Collective: the sequence parallel ranks.
+        """
+        if isinstance(local, SplitLogits):
+            return local.alike(gather_sequence(local.local(), self._layout, self.group))
+        return gather_sequence(local, self._layout, self.group)
+
+    def shown(self) -> str:
+        """Return what is here of what."""
+        return f"logits of {self._layout.lengths[self.group.rank]} of {self._layout.length} positions"
 
 
 class SequenceLoss:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from booster_core.errors import ConfigError
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

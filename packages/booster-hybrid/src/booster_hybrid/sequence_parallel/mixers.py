@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.absent import is_absent
 from booster_hybrid.sequence_parallel.exchange import gather_sequence, scatter_sum
+from booster_hybrid.sequence_parallel.layers import HIDDEN_STATES, mapped
 from booster_hybrid.sequence_parallel.mixer_heads import ForwardOfHeads
-from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, mapped
 from booster_hybrid.sequence_parallel.stack import Argument, argument_names, kind_of_layer
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

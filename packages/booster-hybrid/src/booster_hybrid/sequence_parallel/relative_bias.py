@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_hybrid.sequence_parallel.merging import sum_format
+from booster_hybrid.sequence_parallel.kernels import sum_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -19,10 +19,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from booster_hybrid.sequence_parallel.blocks import find_blocks
-from booster_hybrid.sequence_parallel.explicit_scores import ExplicitScores
-from booster_hybrid.sequence_parallel.head_groups import computed_groups, head_chunks, placed
-from booster_hybrid.sequence_parallel.kernels import FusedKernel, can_fuse
-from booster_hybrid.sequence_parallel.merging import MergedOutputs, sink_gradient, sum_format
+from booster_hybrid.sequence_parallel.head_groups import head_chunks, placed
+from booster_hybrid.sequence_parallel.kernels import (
+    ExplicitScores,
+    FusedKernel,
+    MergedOutputs,
+    can_fuse,
+    sink_gradient,
+    sum_format,
+)
 from booster_hybrid.sequence_parallel.ring import GradientRing, visits
 
 if TYPE_CHECKING:
@@ -52,7 +57,6 @@ class _Settings:
         visibility: Who may attend to whom.
         kernel: What computes a block.
         rings: The rings on which keys travel, from the outermost to the innermost.
-        num_threads: The most with which a rank computes.
         first_block: Number of the first block of some heads.
     """
 
@@ -62,14 +66,13 @@ class _Settings:
     visibility: Visibility
     kernel: FusedKernel | ExplicitScores
     rings: Sequence[RankGroup]
-    num_threads: int
     first_block: int = 0
 
     def parts(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[_Settings, HeadGroup]]:
         """Yield the heads whose keys go round one after the other, and the settings for these."""
         groups = [(slice(None), slice(None))]
         if self.group.size > 1:
-            groups = head_chunks(query, key, value, max(self.key_layout.lengths), self.num_threads)
+            groups = head_chunks(query, key, value, max(self.key_layout.lengths))
         if len(groups) == 1:
             yield self, groups[0]
             return
@@ -117,7 +120,6 @@ def ring_attention(
     softcap: float | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    num_threads: int = 1,
 ) -> Tensor:
     """Return what this rank's queries find among the keys of all ranks.
 
@@ -136,8 +138,6 @@ def ring_attention(
         softcap: Scores are kept below this by a hyperbolic tangent, before the bias and the mask.
         scaling: Multiplies the products; ``None`` for one over the root of the size.
         dropout: Probability of dropping an attention weight.
-        num_threads: The most with which a rank computes, the same on every rank: heads go round in groups that give
-            each of them work.
 
     Returns:
         Shape ``(batch, heads, local positions, value size)``; zeros for queries that see no key.
@@ -154,7 +154,7 @@ def ring_attention(
         kernel = ExplicitScores(scaling, softcap, dropout, seed, trains_bias)
     key_layout = layout if key_layout is None else key_layout
     rings = (group,) if rings is None else rings
-    settings = _Settings(layout, key_layout, group, visibility, kernel, rings, num_threads)
+    settings = _Settings(layout, key_layout, group, visibility, kernel, rings)
     with torch.autocast(query.device.type, enabled=False):  # kernels are given formats on purpose
         outputs: Tensor = _Ring.apply(query, key, value, bias, sinks, settings)  # type: ignore[no-untyped-call]
     return outputs
@@ -237,41 +237,31 @@ def _differentiate(
         of_keys, of_values = home.sums(sender)
         for block in settings.blocks(sender, bias):
             mask = settings.mask(block, bias, query.device)
-            for heads, key_heads in _calls(settings.kernel, query, key, mask):
-                rows, columns = (block.samples, heads, block.queries), (block.samples, key_heads, block.keys)
-                of_parts = settings.kernel.backward(
-                    gradient[rows],
-                    query[rows],
-                    keys[columns],
-                    values[columns],
-                    outputs[rows],
-                    logarithms[rows],
-                    mask,
-                    block,
-                )
-                of_query[rows] += of_parts[0]
-                of_keys[columns] += of_parts[1]
-                of_values[columns] += of_parts[2]
-                if of_bias is not None:
-                    of_added = of_parts[3]
-                    assert of_added is not None, "only explicit scores train a bias"
-                    samples = block.samples if of_bias.shape[0] > 1 else slice(None)
-                    where = (samples, slice(None), block.queries, slice(*block.key_range))
-                    of_bias[where] += of_added.sum_to_size(of_bias[where].shape)
-                    del of_added
-                del of_parts
+            rows, columns = (block.samples, slice(None), block.queries), (block.samples, slice(None), block.keys)
+            of_parts = settings.kernel.backward(
+                gradient[rows],
+                query[rows],
+                keys[columns],
+                values[columns],
+                outputs[rows],
+                logarithms[rows],
+                mask,
+                block,
+            )
+            of_query[rows] += of_parts[0]
+            of_keys[columns] += of_parts[1]
+            of_values[columns] += of_parts[2]
+            if of_bias is not None:
+                of_added = of_parts[3]
+                assert of_added is not None, "only explicit scores train a bias"
+                samples = block.samples if of_bias.shape[0] > 1 else slice(None)
+                where = (samples, slice(None), block.queries, slice(*block.key_range))
+                of_bias[where] += of_added.sum_to_size(of_bias[where].shape)
+                del of_added
+            del of_parts
         del keys, values, of_keys, of_values
         home.send(sender)
     return of_query, *home.collected()
-
-
-def _calls(
-    kernel: FusedKernel | ExplicitScores, query: Tensor, key: Tensor, mask: Tensor | None
-) -> Sequence[HeadGroup]:
-    """Return the heads of each call of a kernel; of what is cut into tiles, gradients are small."""
-    if query.device.type != "cpu" or kernel.is_cut or mask is not None:
-        return [(slice(None), slice(None))]
-    return computed_groups(query, key)
 
 
 def _of_heads(bias: Tensor | None, heads: slice) -> Tensor | None:

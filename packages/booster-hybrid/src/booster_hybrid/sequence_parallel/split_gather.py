@@ -27,12 +27,20 @@ from booster_hybrid.sequence_parallel.exchange import (
     join_replicas,
     scatter_sum,
 )
-from booster_hybrid.sequence_parallel.layers import ListRun, lists_of_layers, refuse_outputs_of_layers
-from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, LayerHooks, SplitModuleList, mapped, with_hidden
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
-from booster_hybrid.tensor_parallel.gradient_all_reduce import GradientAllReduce, sum_where_used
+from booster_hybrid.sequence_parallel.layers import (
+    HIDDEN_STATES,
+    LayerHooks,
+    ListRun,
+    SplitModuleList,
+    lists_of_layers,
+    mapped,
+    refuse_outputs_of_layers,
+    with_hidden,
+)
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, GatheredInput, RowForward
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
+from booster_hybrid.tensor_parallel.summed_gradients import GradientAllReduce, sum_where_used
+from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

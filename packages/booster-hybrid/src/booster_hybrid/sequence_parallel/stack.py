@@ -19,8 +19,8 @@ from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.pipeline.absent import is_absent
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
+from booster_hybrid.sequence_parallel.layers import HIDDEN_STATES, LayerHooks, SplitModuleList
 from booster_hybrid.sequence_parallel.mask import SequenceMask
-from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, LayerHooks, SplitModuleList
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -75,7 +75,6 @@ class Stack(SplitModuleList):
         group: The sequence parallel ranks.
         model_name: Class of the model, for messages.
         rings: The rings on which keys travel under ``"ring_attn"``; see `ring_attention`.
-        num_threads: The most with which one of the ranks computes, for the same.
 
     Attributes:
         num_attentions: Calls of attention in the layer which is running.
@@ -95,10 +94,8 @@ class Stack(SplitModuleList):
         group: RankGroup,
         model_name: str,
         rings: Sequence[RankGroup] | None = None,
-        num_threads: int = 1,
     ) -> None:
         super().__init__(mode, group, model_name)
-        self.num_threads = num_threads
         self.rings = (group,) if rings is None else tuple(rings)
         self.is_plain = False
         self.heads: set[tuple[int, int]] = set()

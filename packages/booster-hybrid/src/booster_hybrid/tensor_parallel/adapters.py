@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from booster_core.errors import ConfigError
 from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.tensor_parallel.collectives import enter, leave
-from booster_hybrid.tensor_parallel.embedding import VocabularyForward, looked_up
-from booster_hybrid.tensor_parallel.gradient_all_reduce import sum_where_used
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+from booster_hybrid.tensor_parallel.summed_gradients import sum_where_used
+from booster_hybrid.tensor_parallel.vocabulary import VocabularyForward, looked_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

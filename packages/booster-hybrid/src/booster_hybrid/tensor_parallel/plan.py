@@ -16,23 +16,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_hybrid.inner_model import inner_model
 from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.random_streams import SplitStreams
 from booster_hybrid.split_logits import SplitLogits, split_logits
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
-from booster_hybrid.tensor_parallel.embedding import VocabularyForward
-from booster_hybrid.tensor_parallel.features import SummedFeatures
-from booster_hybrid.tensor_parallel.gradient_all_reduce import sum_where_used
-from booster_hybrid.tensor_parallel.head import HeadVocabulary
 from booster_hybrid.tensor_parallel.heads import LocalWidth, cut_arguments
-from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
-from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward
-from booster_hybrid.tensor_parallel.module_names import ModuleNames
+from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_linear, is_transposed
+from booster_hybrid.tensor_parallel.module_names import ModuleNames, inner_model
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
-from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary
+from booster_hybrid.tensor_parallel.summed_gradients import SummedFeatures, sum_where_used
+from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary, HeadVocabulary, VocabularyForward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

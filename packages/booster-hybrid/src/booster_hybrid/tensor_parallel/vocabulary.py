@@ -1,4 +1,9 @@
-"""Logits of which each rank has its part of the vocabulary: what is answered from the parts.
+"""A vocabulary split over tensor parallel ranks: embedding, head, logits and their cross entropy.
+
+An embedding looks up the tokens whose rows are here, and the results are summed. Logits of which each rank has a part
+answer what can be answered from the parts; their cross entropy sends three numbers per token in one collective (the
+largest logit, the sum of exponentials, the label's logit), and the whole logits never exist. Indices are checked
+against the whole vocabulary, as each rank would take others' for known.
 
 Reference: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), section 3.
 """
@@ -11,15 +16,249 @@ import torch
 from torch import Tensor
 
 from booster_hybrid.split_logits import LogitsPartition, SplitLogits, meet
-from booster_hybrid.tensor_parallel.collectives import gather_last
-from booster_hybrid.tensor_parallel.loss import vocabulary_cross_entropy
-from booster_hybrid.torch_functions import name_of
+from booster_hybrid.tensor_parallel.collectives import gather_last, leave, refuse_second_derivative
+from booster_hybrid.torch_functions import name_of, outside_of_graphs
 from booster_runtime import collectives
+from booster_runtime.memory import block_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import nn
+
     from booster_hybrid.rank_group import RankGroup
+
+
+def within_bounds(indices: Tensor, num_rows: int, what: str) -> Tensor:
+    """Return indices that are the same on every rank, after a check as torch's own embedding and cross entropy do it.
+
+    On an accelerator nobody waits: as with torch's own, an assertion there ends the process.
+
+    Args:
+        indices: Any shape, integers.
+        num_rows: Length of what they are indices of.
+        what: What they are, for the message.
+
+    Raises:
+        IndexError: If one of them is out of bounds, on the CPU.
+    """
+    if torch.compiler.is_compiling():
+        checked: Tensor = _within_bounds(indices, num_rows, what)
+        return checked
+    _check(indices, num_rows, what)
+    return indices
+
+
+# In a graph, what is checked is another tensor: a compiler leaves out what nobody reads.
+@torch.library.custom_op("booster_hybrid::within_bounds", mutates_args=())
+def _within_bounds(indices: torch.Tensor, num_rows: int, what: str) -> torch.Tensor:
+    _check(indices, num_rows, what)
+    return indices.clone()
+
+
+@_within_bounds.register_fake
+def _(indices: torch.Tensor, num_rows: int, what: str) -> torch.Tensor:
+    del num_rows, what
+    return torch.empty_like(indices)
+
+
+def _check(indices: Tensor, num_rows: int, what: str) -> None:
+    if not indices.numel():
+        return
+    if indices.device.type != "cpu":
+        is_inside = ((indices >= 0) & (indices < num_rows)).all()
+        torch._assert_async(is_inside, f"{what} out of bounds")  # noqa: SLF001 - no public name
+        return
+    low, high = (int(each) for each in torch.aminmax(indices))
+    if low < 0 or high >= num_rows:
+        worst = low if low < 0 else high
+        msg = f"{what} {worst} is out of bounds: there are {num_rows}, numbered from 0. Correct the data."
+        raise IndexError(msg)
+
+
+class VocabularyForward:
+    """The forward of an embedding that holds some rows.
+
+    The embedding's own forward still runs, so that one which scales its results, as Gemma's does, keeps doing so.
+
+    A token that is in nobody's rows raises, as it does in one process.
+
+    Args:
+        module: The embedding, with its local rows and its padding index among these.
+        first: Index of the first local row in the whole table.
+        num_rows: Rows of the whole table.
+        group: The tensor parallel ranks.
+    """
+
+    def __init__(self, module: nn.Embedding, first: int, num_rows: int, group: RankGroup) -> None:
+        self._module, self._first, self._num_rows, self._group = module, first, num_rows, group
+        self._forward = module.forward
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        tokens = within_bounds(tokens, self._num_rows, "Token")
+        return looked_up(tokens, self._first, self._module.num_embeddings, self._forward, self._group)
+
+
+def looked_up(
+    tokens: Tensor, first: int, num_rows: int, function: Callable[[Tensor], Tensor], group: RankGroup
+) -> Tensor:
+    """Return the rows of tokens, of which each rank has some.
+
+    Args:
+        tokens: Indices of the whole table, in any shape.
+        first: Index of the first local row.
+        num_rows: Number of local rows.
+        function: Looks up local indices.
+        group: The tensor parallel ranks.
+
+    Collective: the group.
+    """
+    local = tokens - first
+    is_elsewhere = (local < 0) | (local >= num_rows)
+    rows = function(local.masked_fill(is_elsewhere, 0))
+    return leave(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), group)
+
+
+class HeadVocabulary:
+    """How the ranks of a tensor parallel group share a vocabulary.
+
+    Args:
+        sizes: Length of each rank's part.
+        group: The ranks.
+
+    Attributes:
+        size: Length of the whole vocabulary.
+        first: Index of this rank's first logit in it.
+        largest_size: Length of the longest part.
+    """
+
+    def __init__(self, sizes: Sequence[int], group: RankGroup) -> None:
+        self.size, self._group = sum(sizes), group
+        self.first, self.largest_size = sum(sizes[: group.rank]), max(sizes)
+
+    def check(self, labels: Tensor) -> None:
+        """Raise for labels outside of the whole vocabulary; see `within_bounds`."""
+        within_bounds(labels, self.size, "Target")
+
+    def gather(self, terms: Tensor) -> Tensor:
+        """Return the ranks' terms, one after the other along a new first dimension.
+
+        Collective: the group.
+        """
+        ranks = self._group.size
+        of_ranks = terms.new_empty((ranks, *terms.shape))
+        of_ranks[self._group.rank] = terms
+        self._group.all_gather(of_ranks.view(-1), [rank * terms.numel() for rank in range(ranks + 1)]).wait()
+        return of_ranks
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sum a tensor over the ranks, in place.
+
+        Collective: the group.
+        """
+        self._group.all_reduce(tensor).wait()
+
+
+_BLOCK_BYTES, _DEVICE_BLOCK_BYTES = 1 << 20, 1 << 26
+"""Tokens are worked on in blocks of about this size: what is made on the way stays in a CPU's cache, and is small."""
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps the logits and two numbers per token; the softmax is recomputed in backward, block by block."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        is_counted: Tensor,
+        first: int,
+        group: RankGroup,
+        spread: float,
+        num_classes: int,
+    ) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        local = labels - first
+        is_elsewhere = (local < 0) | (local >= logits.shape[-1])
+        index = local.masked_fill_(is_elsewhere, 0).unsqueeze(-1)
+        num_tokens = labels.numel()
+        terms = torch.empty((group.size, 3, num_tokens), dtype=dtype, device=logits.device)
+        own = terms[group.rank]
+        for block in _blocks(logits):
+            values = logits[block].to(dtype)
+            # Where all logits are -inf, so would be their differences to it not be numbers.
+            largest = values.amax(-1).clamp_(min=torch.finfo(dtype).min)
+            own[0, block] = largest
+            own[1, block] = (values - largest.unsqueeze(-1)).exp_().sum(-1)
+            if spread:
+                own[2, block] = values.sum(-1) * (spread / num_classes)
+        of_label = logits.gather(-1, index).squeeze(-1).masked_fill(is_elsewhere, 0)
+        own[2] = own[2].add_(of_label, alpha=1 - spread) if spread else of_label
+        bounds = [rank * 3 * num_tokens for rank in range(group.size + 1)]
+        group.all_gather(terms.view(-1), bounds).wait()
+        # Kept apart from the largest logit: added to a large one they would lose the small differences.
+        largest = terms[:, 0].amax(0)
+        normalizer = (terms[:, 1] * (terms[:, 0] - largest).exp_()).sum(0).log_()
+        ctx.spread, ctx.num_classes = spread, num_classes
+        ctx.save_for_backward(logits, largest, normalizer, index, is_elsewhere, is_counted)
+        return (normalizer - (terms[:, 2].sum(0) - largest)).masked_fill(~is_counted, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        logits, largest, normalizer, index, is_elsewhere, is_counted = ctx.saved_tensors
+        weight = gradient.masked_fill(~is_counted, 0).unsqueeze(-1)
+        of_label = -weight.masked_fill(is_elsewhere.unsqueeze(-1), 0) * (1 - ctx.spread)
+        of_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        for block in _blocks(logits):
+            shifted = logits[block] - largest[block].unsqueeze(-1)
+            softmax = shifted.sub_(normalizer[block].unsqueeze(-1)).exp_()
+            if ctx.spread:
+                softmax.sub_(ctx.spread / ctx.num_classes)
+            softmax.mul_(weight[block]).scatter_add_(-1, index[block], of_label[block])
+            of_logits[block] = softmax
+        return of_logits, None, None, None, None, None, None
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    nbytes = block_bytes(logits.device, _BLOCK_BYTES, _DEVICE_BLOCK_BYTES)
+    step = max(nbytes // (max(logits.shape[-1], 1) * 4), 1)
+    return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
+
+
+@outside_of_graphs
+def vocabulary_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    first: int,
+    group: RankGroup,
+    *,
+    num_classes: int,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return each token's cross entropy, the same on every rank; 0 for ignored tokens.
+
+    Args:
+        logits: Shape ``(tokens, local vocabulary)``.
+        labels: Shape ``(tokens,)``, indices of the whole vocabulary.
+        first: Index of the first local logit in the whole vocabulary.
+        group: The tensor parallel ranks.
+        num_classes: Length of the whole vocabulary.
+        ignore_index: Label of tokens that don't count.
+        label_smoothing: Share of each label that is spread evenly over the vocabulary.
+
+    Raises:
+        IndexError: If a label that counts is in nobody's part, on every rank; see `within_bounds`.
+
+    Collective: the group.
+    """
+    is_counted = labels != ignore_index
+    known = within_bounds(labels.masked_fill(~is_counted, 0), num_classes, "Target")
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, known, is_counted, first, group, label_smoothing, num_classes
+    )
+    return losses
 
 
 class ByVocabulary(LogitsPartition):

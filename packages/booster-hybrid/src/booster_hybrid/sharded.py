@@ -1,25 +1,76 @@
-"""Sharding a model's parameters over the data parallel ranks, once its layers are split and cut into stages."""
+"""ZeRO-3 as the data axis: parameters are sharded over the data parallel ranks, and gathered while they are used.
+
+That is once the model's layers are split and cut into stages. Those of a layer are gathered together, and so are those
+outside of the layers.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from booster_core.plugin import GradientScaling, like
-from booster_hybrid.sharded.units import find_units
-from booster_runtime.sharding import refuse_all_gradients
+from booster_runtime.sharding import layers_of, parameters_by_unit, refuse_all_gradients, without_split_ties
 from booster_zero.engine import Gatherer, ListedParameters, Memory, default_bucket_bytes
 from booster_zero.gathering import check_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping
 
+    from torch import nn
+
     from booster_core.plugin import BoostContext, Boosted
     from booster_hybrid.model import HybridModel
     from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
     from booster_runtime.sharding import ShardingRanks
     from booster_zero import ZeroConfig
+
+
+@dataclass(frozen=True)
+class Units:
+    """What is gathered together.
+
+    Args:
+        layers: The parameters of each layer, gathered with its forward and its backward.
+        rest: The other parameters, gathered during the forward of the whole model.
+        order: All parameters by number, in the lists that share no chunk with each other; what is used first comes
+            first, so that it is reduced last.
+    """
+
+    layers: Mapping[nn.Module, list[nn.Parameter]] = field(repr=False)
+    rest: list[nn.Parameter] = field(repr=False)
+    order: list[list[int]] = field(repr=False)
+
+
+def find_units(model: nn.Module, copies: Mapping[int, tuple[int, ...]]) -> Units:
+    """Return the units of a model, of which this rank may hold some layers.
+
+    Args:
+        model: The user's model.
+        copies: For parameters that several stages of a pipeline hold, by ``id``, which ones they are. All stages lay
+            these out in the same way.
+    """
+    chosen = layers_of(model)
+    kept = without_split_ties(model, {id(module) for module in chosen.values()})
+    names = [name for name, module in chosen.items() if id(module) in kept]
+    by_unit = parameters_by_unit(model, names)
+    index_of = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+
+    def numbers(parameters: list[nn.Parameter]) -> list[int]:
+        return [index_of[id(parameter)] for parameter in parameters if id(parameter) not in copies]
+
+    shared = [
+        [index for key, index in index_of.items() if copies.get(key) == stages] for stages in sorted({*copies.values()})
+    ]
+    order = [*shared, numbers(by_unit[""]), *(numbers(by_unit[name]) for name in names)]
+    return Units(
+        layers={chosen[name]: by_unit[name] for name in names},
+        rest=by_unit[""],
+        order=[unit for unit in order if unit],
+    )
+
 
 _REMEDY = (
     "Run the same modules on every rank, or use `zero_stage=2`, under which each rank keeps its layers' parameters."

@@ -1,8 +1,13 @@
-"""Parameters of whose gradient each rank computes a part: the parts are summed where the parameter is used.
+"""Gradients of which each rank computes a part, summed where a parameter is used, or where a module's outputs are.
 
-Such are norms of each head, which are whole on every rank and work on split activations, and keys and values that
-several ranks hold. A hook on the parameter would sum all that reaches it, also the gradient of a penalty on weights,
-which every rank has whole; and it could not be put on a parameter that is trained later.
+Such parameters are norms of each head, which are whole on every rank and work on split activations, and keys and values
+that several ranks hold. A hook on the parameter would sum all that reaches it, also the gradient of a penalty on
+weights, which every rank has whole; and it could not be put on a parameter that is trained later.
+
+Such outputs are those of latent attention, which projects hidden states to a latent vector and to the rotary part of
+the keys in one layer. The vector goes through column-parallel layers, which sum its gradient; the rotary part goes to
+the heads as it is, so that each rank has the gradient of its own heads alone.
+Reference: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv:2405.04434), section 2.1.
 """
 
 from __future__ import annotations
@@ -98,3 +103,31 @@ def sum_where_used(
         forward = GradientAllReduce(module, group)
         changes.forward(module, forward)
     forward.splits.update(found)
+
+
+class SummedFeatures:
+    """Sums the gradient of a module's last outputs over ranks.
+
+    Args:
+        module: The module, which returns a tensor.
+        number: How many outputs.
+        group: The ranks.
+        changes: Notes the hook.
+    """
+
+    def __init__(self, module: nn.Module, number: int, group: RankGroup, changes: ModulePatches) -> None:
+        self.module, self.group = module, group
+        self._number = number
+        changes.hook(module.register_forward_hook(self))
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Return the outputs, of which the last ones sum their gradient.
+
+        Collective: the ranks, in backward.
+        """
+        del module, args
+        if self.group.size == 1:
+            return output
+        others, own = output[..., : -self._number], output[..., -self._number :]
+        (entered,) = enter((own,), self.group)
+        return torch.cat([others, entered], -1)
