@@ -197,3 +197,13 @@ def test_every_public_package_has_a_reference(sources):
 
 def test_every_page_is_read_for_examples():
     assert set(SITE) <= set(PAGES)
+
+
+def test_errors_that_the_page_lists_are_raised_somewhere():
+    texts = (path.read_text(encoding="utf-8") for path in ROOT.glob("packages/*/src/**/*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", "\n".join(texts))  # a message is written over several lines
+    page = (DOCS / "errors.md").read_text(encoding="utf-8")
+    cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ") and " ... " in line]
+    words = [words.strip() for cell in cells for _, words in re.findall(r"(`+)(.+?)\1(?!`)", cell)]
+    assert len(words) > 15
+    assert [each for each in words if each not in joined] == []
