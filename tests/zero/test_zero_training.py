@@ -392,6 +392,12 @@ def test_the_plugin_clips_each_step_where_told_to(closure):
     run_on_ranks(clips_by_itself, 2, closure)
 
 
+def test_offload_where_there_is_no_accelerator_changes_nothing():
+    settings = [Setting(LowLevelZeroPlugin, {"cpu_offload": offload}) for offload in (False, True)]
+    plain, offloaded = (run_on_ranks(train_boosted, 2, training("adamw"), each)[0].trained for each in settings)
+    assert_same_tensors(offloaded.parameters, plain.parameters, EXACT)
+
+
 def plain_sgd(lr, model):
     return torch.optim.SGD(model.parameters(), lr=lr)
 
