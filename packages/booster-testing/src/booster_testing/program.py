@@ -179,7 +179,7 @@ class _Product(torch.autograd.Function):
 
 class _Custom(_Pair):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Product.apply(x, self.one.weight, self.two.weight)
+        out: Tensor = _Product.apply(x, self.one.weight, self.two.weight)  # type: ignore[no-untyped-call]
         return torch.tanh(out) + self.one.bias + self.two.bias
 
 
