@@ -116,7 +116,7 @@ def device(session: nox.Session) -> None:
         _pack_device_runs(session, python)
     elif first == "--cuda":
         into = ROOT / "build" / "device-report"
-        environment = {"PYTHONPATH": str(ROOT / "tests" / "shared")}
+        environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "shared"), str(ROOT / "benchmarks")])}
         _run(session, python, "-m", "device_runs", "--into", str(into), *rest, env=environment)
     else:
         _pytest(session, python, *_on_a_device(), "-m", "not slow", *_workers(), *session.posargs)
@@ -309,9 +309,8 @@ def _pack_device_runs(session: nox.Session, python: str) -> None:
     pack = ROOT / "build" / "gpu-pack"
     shutil.rmtree(pack, ignore_errors=True)
     shared = ROOT / "tests" / "shared"
-    shutil.copytree(
-        shared / "device_runs", pack / "cases" / "device_runs", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    for folder in (shared / "device_runs", ROOT / "benchmarks" / "device_speed"):
+        shutil.copytree(folder, pack / "cases" / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
     for module in ("device_smoke.py", "host_waits.py"):
         shutil.copy(shared / module, pack / "cases")
     shutil.copy(ROOT / "tools" / "run_gpu_pack.sh", pack / "run.sh")

@@ -54,8 +54,8 @@ _GPU = """
 What one GPU tells: plugins with one rank against a plain loop, offload, and checkpoints, each against the same by hand.
 """
 _NO_GPU = """
-No report from a GPU has been made yet: all figures above are of CPUs. `python -m device_runs`, with `tests/shared` on
-`PYTHONPATH`, makes one in eight minutes on a machine with a GPU. Its `report.json` becomes
+No report from a GPU has been made yet: all figures above are of CPUs. `python -m device_runs`, with `tests/shared` and
+`benchmarks` on `PYTHONPATH`, makes one in eight minutes on a machine with a GPU. Its `report.json` becomes
 `docs/assets/gpu-report.json`, of which `python benchmarks/_page.py docs` makes this section.
 """
 _PEERS = {

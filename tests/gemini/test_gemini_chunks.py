@@ -1,10 +1,7 @@
 """How large chunks are: what the search for a size finds, and what a budget has room for."""
 
-import importlib.util
-
 import pytest
 import torch
-from model_zoo import ZOO, get_model
 
 from booster_gemini.config import GeminiConfig
 from booster_gemini.memory.make import most_chunk_numel
@@ -96,14 +93,3 @@ def test_waste_is_what_chunks_cannot_fill():
 def test_a_model_without_parameters_wastes_nothing():
     assert wasted_numel([], 2, 100) == 0
     assert search_chunk_numel([], 2, 100) == 100
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="the models are transformers'")
-@pytest.mark.parametrize("name", [name for name, each in ZOO.items() if "transformers/" in name and not each.slow])
-def test_chunks_of_the_zoo_waste_at_most_a_twentieth(name):
-    """The models are tiny: one of two dozen parameters may be a quarter of all. So the smallest chunk is large, too."""
-    torch.manual_seed(0)
-    numels = [parameter.numel() for parameter in get_model(name).build().parameters()]
-    for world_size in (1, 2, 8):
-        found = search_chunk_numel(numels, world_size, max(sum(numels) // 6, 1))
-        assert wasted_numel(numels, world_size, found) <= 0.05 * sum(numels), world_size

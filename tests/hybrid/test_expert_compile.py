@@ -60,9 +60,3 @@ def compare(name, options, before, after):
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_compiled_models_have_the_gradients_of_one_process(name, before, after):
     run_on_ranks(compare, 2, name, {"ep_size": 2}, before, after, **LIMITS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"zero_stage": 2}, {"zero_stage": 3}, {"tp_size": 2}])
-def test_compiled_models_on_other_meshes(options):
-    run_on_ranks(compare, 2 * options.get("tp_size", 1), "qwen3_moe", {"ep_size": 2, **options}, whole, None, **LIMITS)

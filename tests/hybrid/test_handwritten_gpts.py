@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiler_warnings import ignore_compiler_warnings
 from handwritten_gpts import MODELS, Config, policy
 
 from booster_core import Booster
@@ -50,35 +49,9 @@ def train(name, options, prepare=None):
     torch.testing.assert_close(logits.clone(), plain(batch(0)[0])[0])
 
 
-def recompute_projections(model):
-    """Let what reads the real input be called again by itself in backward."""
-    for block in model.transformer.h:
-        block.attn.recomputes = True
-
-
-def compile_layers(model):
-    ignore_compiler_warnings()
-    for block in model.transformer.h:
-        block.compile(backend="aot_eager")
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_they_train_as_one_process_does(name):
     run_on_ranks(train, 2, name, {"tp_size": 2})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "options", "prepare"),
-    [
-        (4, {"tp_size": 4}, None),
-        (2, {"tp_size": 2}, recompute_projections),
-        (2, {"tp_size": 2}, compile_layers),
-    ],
-    ids=["uneven-heads", "recomputed", "compiled"],
-)
-def test_they_do_in_other_ways(num_ranks, options, prepare):
-    run_on_ranks(train, num_ranks, "nanogpt", options, prepare)
 
 
 def boost_without(fields):

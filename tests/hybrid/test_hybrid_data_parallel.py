@@ -15,7 +15,7 @@ from matrix import matrix, named
 from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, GradientError
+from booster_core.errors import ConfigError
 from booster_hybrid import DataParallelConfig, HybridParallelPlugin
 from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -155,49 +155,10 @@ def test_buckets_are_averaged_while_backward_runs():
         assert len(sent) == 1  # of 25 MiB, all is in one bucket
 
 
-def test_gradients_are_reduced_in_the_communication_dtype():
-    (_, plain), _ = run_on_ranks(sent_in_backward, 2, DataParallelConfig())
-    for sent, gradient in run_on_ranks(sent_in_backward, 2, DataParallelConfig(communication_dtype="bf16")):
-        assert {dtype for _, dtype, _ in sent} == {"torch.bfloat16"}
-        # Two roundings to 8 bits: of each rank's gradient, and of their average.
-        torch.testing.assert_close(gradient, plain, rtol=2**-7, atol=2**-8 * float(plain.abs().max()))
-        assert not torch.equal(gradient, plain)
-
-
 def unused():
     booster, model, optimizer = boosted(DataParallelConfig(unused="raise"))
     booster.backward(model(torch.randn(4, 64)), optimizer)
     optimizer.step()
-
-
-def test_unused_parameters_raise_if_asked():
-    expect_on_ranks(GradientError, r"rank 0: 'unused.weight', 'unused.bias'; rank 1", unused, 2)
-
-
-def statistics_of(ddp):
-    booster, model, optimizer = boosted(ddp)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    booster.backward(model(torch.randn(4, 64, generator=generator)), optimizer)
-    optimizer.step()
-    return model.unwrap().norm.running_mean.clone()
-
-
-@pytest.mark.parametrize("is_alike", [True, False])
-def test_buffers_are_broadcast_if_asked(is_alike):
-    first, second = run_on_ranks(statistics_of, 2, DataParallelConfig(broadcast_buffers=is_alike))
-    assert torch.equal(first, second) == is_alike
-
-
-def masters_of(ddp):
-    booster, model, optimizer = boosted(ddp, "bf16")
-    booster.backward(model(torch.randn(4, 64)), optimizer)
-    optimizer.step()
-    return {str(parameter.dtype) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-@pytest.mark.parametrize(("has_masters", "dtype"), [(True, "torch.float32"), (False, "torch.bfloat16")])
-def test_masters_are_kept_if_asked(has_masters, dtype):
-    assert dtype in run_on_ranks(masters_of, 2, DataParallelConfig(master_weights=has_masters))[0]
 
 
 def differing(name, value, other, **options):

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
-from pathlib import Path
 
 import pytest
 
@@ -154,16 +151,3 @@ def test_data_parallel_config_has_zeros_options_that_do_not_concern_shards():
     theirs = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}
     of_shards = {"stage", "overlap_allgather", "cpu_offload", "offload", "replica_size", "partition"}
     assert ours == {name: theirs[name] for name in theirs.keys() - of_shards - {"max_norm"}}
-
-
-def test_every_option_is_compared_with_colossal_ais():
-    text = (Path(__file__).parents[2] / "docs/moving-from-colossalai.md").read_text(encoding="utf-8")
-    names = list(inspect.signature(HybridParallelPlugin).parameters)
-    assert [name for name in names if f"`{name}`" not in text] == []
-
-
-def test_the_docstring_lists_the_options_in_their_order():
-    names = list(inspect.signature(HybridParallelPlugin).parameters)
-    # Python 3.13 compiles docstrings without their indentation.
-    text = inspect.getdoc(HybridParallelPlugin)
-    assert re.findall(r"^ {4}(\w+): ", text, re.MULTILINE)[: len(names)] == names

@@ -24,12 +24,6 @@ MESHES = {
     "pp2dp2zero1": (4, {"pp_size": 2, "zero_stage": 1}),
     "pp2dp2zero2": (4, {"pp_size": 2, "zero_stage": 2}),
 }
-DEEP = {
-    "pp4": (4, {"pp_size": 4}),
-    "zbv": (2, {"pp_size": 2, "pp_style": "zbv"}),
-    "interleaved": (2, {"pp_size": 2, "pp_style": "interleaved"}),
-}
-"""For models of four layers and more: encoders with decoders."""
 SCALE = 2.0**10
 
 
@@ -71,15 +65,6 @@ def assert_parity(name, num_ranks, options):
 )
 def test_training_equals_one_process(name, mesh):
     assert_parity(name, *MESHES[mesh])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", DEEP)
-@pytest.mark.parametrize(
-    "name", ["transformers/t5", "transformers/whisper_generation", "transformers/blip2", "heads/blip2_t5"]
-)
-def test_encoders_with_decoders_are_cut_anywhere(name, mesh):
-    assert_parity(name, *DEEP[mesh])
 
 
 @matrix(["heads/llama_lm"], name=NAMES)

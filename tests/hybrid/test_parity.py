@@ -54,6 +54,12 @@ def test_training_with_split_layers_equals_one_process(name, mesh):
     assert_parity(name, mesh)
 
 
+def test_key_and_value_heads_that_ranks_share_count_once_in_the_norm():
+    # Two key/value heads on four ranks: each is held twice.
+    setting = parity_setting("transformers/llama", {"tp_size": 4, "zero_stage": 1}, 4)
+    assert_equals_one_process(parity_case("transformers/llama"), setting)
+
+
 @matrix(
     [
         "all_to_all-transformers/bloom",

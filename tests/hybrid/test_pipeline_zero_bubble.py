@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 from functools import partial
 
 import pytest
@@ -92,36 +91,6 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
     return fired, run
 
 
-def compare(name, num_microbatches, is_checkpointed):
-    zoo = get_model(name)
-    whole = deepened(name)
-    model, unsplit = copy.deepcopy(whole), copy.deepcopy(whole)
-    parts = [zoo.share(0, index, num_microbatches) for index in range(num_microbatches)]
-    fired, run = train(zoo, model, parts, is_split=True, is_checkpointed=is_checkpointed)
-    expected, other = train(zoo, unsplit, parts, is_split=False, is_checkpointed=is_checkpointed)
-    assert fired == expected
-    assert losses_of(run) == pytest.approx(losses_of(other), rel=1e-6)
-    for part in parts:
-        (zoo.loss_of(whole, part) / len(parts)).backward()
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        gathered, {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
-    )
-    for key, parameter in whole.named_parameters():
-        held = [of_rank[key] for of_rank in gathered if key in of_rank]
-        if parameter.grad is not None:
-            # A parameter of several stages is summed in another order.
-            torch.testing.assert_close(sum(held), parameter.grad, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
-        if key in fired:
-            own, of_one = model.get_parameter(key).grad, unsplit.get_parameter(key).grad
-            torch.testing.assert_close(own, of_one, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
-
-
-@matrix(["gpt2_lm"], name=["llama", "llama_tied", "mixtral", "gpt2_lm", "bert_masked_lm", "t5_generation"])
-def test_zero_bubble_trains_as_one_process(name):
-    run_on_ranks(compare, 2, f"transformers/{name}", 5, False)
-
-
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
 
@@ -161,12 +130,6 @@ def test_layers_split_over_ranks_train_as_one_process(name):
 )
 def test_split_layers_train_with_split_sequences_and_state(options):
     assert_parity("transformers/llama", **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "deepseek_v3", "bloom", "opt", "gptj", "bert_masked_lm"])
-def test_further_models_with_split_layers_train_as_one_process(name):
-    assert_parity(f"transformers/{name}", num_microbatches=2)
 
 
 def narrow_gradients(name, style):
@@ -226,7 +189,3 @@ def test_split_layers_compute_weight_products_in_the_weight_phase_only():
         assert not any(at["forward"])
         assert not any(at["backward_input"])
         assert len(at["backward_input"]) == len(at["backward_weight"]) == 8
-
-
-def test_zero_bubble_recomputes_layers():
-    run_on_ranks(compare, 2, "transformers/llama", 3, True)

@@ -128,15 +128,6 @@ def test_deferred_gradients_equal_those_of_one_backward(name):
     run_on_ranks(compare, 2, name, {}, torch.float32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["mixtral", "deepseek_v3", "opt", "bloom", "bert_masked_lm", "vit_classification", "whisper_generation", "gptj"],
-)
-def test_gradients_of_further_models_are_deferred(name):
-    run_on_ranks(compare, 2, name, {}, torch.float32)
-
-
 def test_shared_key_value_gradients_are_summed_at_once_and_queries_deferred():
     run_on_ranks(compare, 3, "llama", {}, torch.float32)
 

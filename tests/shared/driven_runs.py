@@ -40,7 +40,6 @@ class Run:
         setting: Under what; ``None`` for one process.
         num_ranks: Number of ranks.
         own: In `step`, note this rank's own gradients as they are, and its own parameters; both are whole.
-        late: Make the optimizer after `boost`, of the boosted model's parameters.
 
     Attributes:
         net: The model.
@@ -48,9 +47,7 @@ class Run:
         steps: For each `step`, tensors by name.
     """
 
-    def __init__(
-        self, case: Case, setting: Setting | None = None, num_ranks: int = 2, *, own: bool = False, late: bool = False
-    ) -> None:
+    def __init__(self, case: Case, setting: Setting | None = None, num_ranks: int = 2, *, own: bool = False) -> None:
         self.case, self._own = case, own or setting is None
         self.net, self.optimizer = case.make()
         self.model: Any = self.net
@@ -59,8 +56,7 @@ class Run:
         self.ranks: Sequence[int] = range(num_ranks)
         if self.booster is not None:
             self.ranks = [self.booster.context.coordinator.rank]
-            self.model, boosted, *_ = self.booster.boost(self.net, None if late else self.optimizer)
-            self.optimizer = case.optimizer(self.model) if late else boosted
+            self.model, self.optimizer, *_ = self.booster.boost(self.net, self.optimizer)
         self.steps: list[dict[str, torch.Tensor]] = []
 
     def batches(self, number: int) -> list[Any]:

@@ -5,7 +5,6 @@ import logging
 import pytest
 import torch
 from log_records import Records
-from matrix import matrix
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -48,20 +47,6 @@ def train(plugin, feed, steps=4):
     finally:
         logging.getLogger("booster").removeHandler(records)
     return records.texts
-
-
-@matrix(1, feed=["equal seeds", "plain loader"], plugin=["ddp", "fsdp", "zero", "gemini"])
-def test_equal_batches_are_told_once_on_rank_0(plugin, feed):
-    texts = run_on_ranks(train, 2, plugin, feed)
-    assert [len(each) for each in texts] == [1, 0]
-    assert "ranks 0 and 1 got the same first batch" in texts[0][0]
-    assert "Pass the data loader to `boost`" in texts[0][0]
-
-
-@pytest.mark.parametrize("plugin", ["ddp", "gemini"])
-@pytest.mark.parametrize("feed", ["seeded by rank", "boosted loader"])
-def test_batches_of_ones_own_are_not_told(plugin, feed):
-    assert run_on_ranks(train, 2, plugin, feed) == [[], []]
 
 
 def test_ranks_that_work_on_one_batch_together_are_not_told():
@@ -137,19 +122,3 @@ def test_replicas_of_a_pipeline_that_train_on_the_same_batch_are_told():
 
 def test_replicas_of_a_pipeline_with_batches_of_their_own_are_not_told():
     assert run_on_ranks(train_in_pipeline, 4, "seeded by replica") == [(0, [])] * 4
-
-
-def compile_whole(plugin):
-    """Train a model that was compiled after boosting, without a graph break."""
-    torch.manual_seed(3)
-    booster = Booster("cpu", plugin=plugin)
-    module = nn.Linear(8, 1)
-    model = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1)).model
-    explained = torch._dynamo.explain(model.forward)(torch.randn(4, 8)).graph_break_count
-    hooked = torch._dynamo.explain(model)(torch.randn(4, 8)).graph_break_count
-    return explained, hooked
-
-
-def test_a_compiled_model_gets_no_graph_break_more():
-    for explained, hooked in run_on_ranks(compile_whole, 2, "zero"):
-        assert hooked == explained

@@ -62,22 +62,6 @@ def boosted(plugin):
     return Run(CASE, Setting(PLUGINS[plugin]))
 
 
-def run_under_all(plugins, loop):
-    return {plugin: drive(loop, CASE, Setting(PLUGINS[plugin]), 2, {}) for plugin in plugins}
-
-
-def assert_same_under_all(plugins, loop):
-    """Compare what a loop makes of the parameters under each plugin with those of one process."""
-    expected = drive(loop, CASE, None, 2, {})
-    for by_plugin in run_on_ranks(run_under_all, 2, plugins, loop):
-        for plugin, steps in by_plugin.items():
-            try:
-                assert_same_steps([steps], expected, CASE)
-            except AssertionError as error:
-                msg = f"{plugin}: {error}"
-                raise AssertionError(msg) from None
-
-
 # ---- reading raises
 
 READS = {
@@ -175,132 +159,6 @@ def test_parameters_have_gradients_where_they_have_some_in_one_process(plugin):
 # ---- dropping and zeroing is honoured
 
 
-def drop_all(run):
-    for parameter in run.model.parameters():
-        parameter.grad = None
-
-
-def own_zero_grad(run):
-    run.net.zero_grad()
-
-
-def zero_all(run):
-    for parameter in run.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.detach_()
-            parameter.grad.zero_()
-
-
-def zeroes_by_the_model(run):
-    run.model.zero_grad(set_to_none=False)
-
-
-def zeroes_by_the_own_model(run):
-    run.net.zero_grad(set_to_none=False)
-
-
-DROPS = {
-    drop.__name__: drop for drop in (drop_all, own_zero_grad, zero_all, zeroes_by_the_model, zeroes_by_the_own_model)
-}
-
-
-def in_place_of_zero_grad(run, drop):
-    for step in range(4):
-        run.backward(run.loss(step, branch=step % 2 == 0))
-        run.clip(0.1)
-        run.optimizer.step()
-        DROPS[drop](run)
-
-
-def dropped_head(run):
-    """Leave the head as it is in the first steps, as self-supervised methods do."""
-    for step in range(4):
-        run.backward(run.loss(step))
-        if step < 2:
-            for parameter in run.model.head.parameters():
-                parameter.grad = None
-        run.clip(0.1)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-def dropped_after_clipping(run):
-    for step in range(4):
-        run.backward(run.loss(step))
-        run.clip(0.1)
-        if step % 2:
-            run.model.head.weight.grad = None
-            run.model.trunk[0].bias.grad.zero_()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-def dropped_between_micro_batches(run):
-    for step in range(3):
-        run.backward(run.loss(step))
-        run.model.head.weight.grad = None
-        run.model.trunk[0].weight.grad.zero_()
-        run.backward(run.loss(step + 10, branch=False))
-        run.model.branch.bias.grad = None
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-def dropped_before_a_direct_backward(run):
-    for step in range(3):
-        run.loss(step).backward()
-        run.model.head.weight.grad = None
-        run.model.branch.weight.grad = None
-        run.loss(step + 10, branch=False).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-def directly_added_up(run):
-    """Micro-batches whose losses a script runs backward from itself, the first two after one another."""
-    for step in range(3):
-        first, second = run.loss(step), run.loss(step + 10, branch=False)
-        first.backward()
-        second.backward()
-        run.loss(step + 20).backward(create_graph=step == 1)
-        run.clip(0.1)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-def zeroed_and_added_to(run):
-    for step in range(3):
-        run.backward(run.loss(step))
-        zero_all(run)
-        run.loss(step + 10).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-LOOPS = {
-    loop.__name__: loop
-    for loop in (
-        dropped_head,
-        dropped_after_clipping,
-        dropped_between_micro_batches,
-        dropped_before_a_direct_backward,
-        directly_added_up,
-        zeroed_and_added_to,
-    )
-}
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@matrix(["dropped_after_clipping"], loop=list(LOOPS))
-def test_parameters_equal_those_of_one_process(loop):
-    assert_same_under_all(list(PLUGINS), LOOPS[loop])
-
-
-@matrix(["zeroes_by_the_own_model"], drop=list(DROPS))
-def test_gradients_may_be_dropped_in_place_of_zero_grad(drop):
-    assert_same_under_all(SOME, partial(in_place_of_zero_grad, drop=drop))
-
-
 def compiled(plugin):
     """Return the norm over micro-batches, plainly and compiled; later forwards see stand-ins."""
     ignore_compiler_warnings()
@@ -322,21 +180,6 @@ def test_a_compiled_model_accumulates(plugin):
 
 
 # ---- what can't be honoured
-
-
-def assigned(plugin, late):
-    run = boosted(plugin)
-    if late:
-        run.backward(run.loss(0))
-    run.net.head.weight.grad = torch.ones(3, 6)
-    with pytest.raises(GradientError, match=r"`parameter.grad` of 'head.weight' was assigned by hand"):
-        run.optimizer.step()
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("plugin", SOME)
-def test_a_gradient_made_by_hand_raises_at_the_step(plugin, late):
-    run_on_ranks(assigned, 2, plugin, late)
 
 
 def drops_pieces(plugin):

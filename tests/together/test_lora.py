@@ -1,6 +1,5 @@
 """Adapters under every strategy that declares them: gradients, memory, files, and who may load what."""
 
-import math
 from collections.abc import Mapping
 
 import pytest
@@ -250,31 +249,6 @@ def test_a_saved_folder_loads_in_stock_peft_with_equal_logits(run, config, use_s
     assert_same_tensors({"logits": logits}, {"logits": results[0][0]}, EXACT)
 
 
-def load_adapters_and_train(plugin_class, options, folder):
-    booster, model, optimizer = boost(plugin_class, options, folder=folder)
-    return train(booster, model, optimizer, range(2, 4)), whole_model(booster, model)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        pytest.param("zero2", "single", marks=pytest.mark.slow),
-        ("single", "zero1"),
-        pytest.param("ddp", "zero2", marks=pytest.mark.slow),
-        pytest.param("fsdp", "ddp", marks=pytest.mark.slow),
-        pytest.param("zero1", "fsdp", marks=pytest.mark.slow),
-    ],
-)
-def test_training_goes_on_from_a_folder_under_another_plugin(saved, loaded, tmp_path):
-    plugin_class, options, world_size = RUNS[saved]
-    before = run_on_ranks(save_adapters, world_size, plugin_class, options, str(tmp_path), {}, True)[0][1]
-    plugin_class, options, world_size = RUNS[loaded]
-    results = run_on_ranks(load_adapters_and_train, world_size, plugin_class, options, str(tmp_path))
-    assert all(math.isfinite(loss) for loss in results[0][0])
-    changed = {name for name, tensor in results[0][1].items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in before if "lora_" in name}
-
-
 # ---- checkpoints of the whole model
 
 
@@ -332,37 +306,6 @@ def test_a_step_without_frozen_parameters_goes_on_over_the_same_base(saved, load
         match = r"saved without its \d+ frozen parameters .*other values"
         arguments = (plugin_class, options, str(tmp_path), precision, changed)
         expect_on_ranks(CheckpointError, match, resume_adapters, world_size, *arguments)
-
-
-def load_and_train(plugin_class, options, folder):
-    booster = Booster("cpu", plugin=plugin_class(**options))
-    model = booster.enable_lora(make_model(tie_word_embeddings=True), lora_config=make_config())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.5)
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    booster.load_checkpoint(folder, model=model, optimizer=optimizer)
-    return train(booster, model, optimizer, range(2, 5))
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        ("single", "ddp"),
-        pytest.param("ddp", "zero2", marks=pytest.mark.slow),
-        pytest.param("zero2", "fsdp", marks=pytest.mark.slow),
-        pytest.param("zero2", "zero1", marks=pytest.mark.slow),
-        pytest.param("fsdp", "single", marks=pytest.mark.slow),
-        pytest.param("zero1", "single", marks=pytest.mark.slow),
-        pytest.param("zero1", "zero1", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_goes_on_under_another_plugin(saved, loaded, tmp_path):
-    plugin_class, options, world_size = RUNS[saved]
-    expected = run_on_ranks(train_and_save, world_size, plugin_class, options, str(tmp_path))
-    plugin_class, options, world_size = RUNS[loaded]
-    actual = run_on_ranks(load_and_train, world_size, plugin_class, options, str(tmp_path))
-    assert mean_losses(actual) == pytest.approx(mean_losses(expected), rel=tolerance_for(torch.float32).relative)
 
 
 @pytest.mark.parametrize("run", ["single", "zero2"])

@@ -95,26 +95,3 @@ def assert_lazy_runs_equal(run, hows, folders=None):
 @matrix(["single"], run=RUNS)
 def test_new_adapters_of_a_lazy_model_train_as_those_of_an_eager_one(run):
     assert_lazy_runs_equal(run, ["inside", "after"])
-
-
-def write_folders(base, adapters):
-    torch.manual_seed(5)
-    model = tiny_llama()
-    model.save_pretrained(base)
-    booster = Booster("cpu")
-    model = booster.enable_lora(model, lora_config=config())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.1)
-    boosted, *_ = booster.boost(model)
-    booster.save_lora_as_pretrained(boosted, adapters)
-
-
-@pytest.mark.parametrize(
-    "run", ["single", pytest.param("fsdp", marks=pytest.mark.slow), pytest.param("zero2", marks=pytest.mark.slow)]
-)
-def test_adapters_and_base_from_folders_train_as_eager_ones(run, tmp_path):
-    folders = (str(tmp_path / "base"), str(tmp_path / "adapters"))
-    run_on_ranks(write_folders, 1, *folders)
-    assert_lazy_runs_equal(run, ["lazy"], folders)

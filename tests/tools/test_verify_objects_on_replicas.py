@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
+from booster_runtime.lazy import LazyInitContext
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.reference import ReferencePlugin
@@ -36,7 +37,7 @@ class ScalesOneGradient(ReferencePlugin):
 
 
 def verify_net(plugin=None, mixed_precision=None, loss=None, **changes):
-    model = Net()
+    model = changes.pop("model", Net)()
     given = {
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "criterion": nn.CrossEntropyLoss(),
@@ -103,6 +104,11 @@ def boosted_optimizer():
     return Booster(plugin=ReferencePlugin()).boost(model, torch.optim.SGD(model.parameters(), lr=0.1)).optimizer
 
 
+def lazy_net():
+    with LazyInitContext():
+        return Net()
+
+
 class Waiting(ReferencePlugin):
     """Trains with the ranks of other launches."""
 
@@ -122,6 +128,7 @@ REFUSED = {
     "uncopyable": ({"dataloader": uncopyable}, r"`copy\.deepcopy` failed with TypeError"),
     "boosted": ({"optimizer": boosted_optimizer}, "The optimizer is already boosted"),
     "vector-loss": ({"criterion": vector_loss}, r"got a tensor of shape \(2,\)"),
+    "lazy": ({"model": lazy_net}, "this model is lazy"),
     "waiting": ({"plugin": Waiting()}, "waits for the ranks of other launches, .* Use its inner plugin 'ddp'"),
 }
 

@@ -1,6 +1,5 @@
 """Any use of a parameter finds its values: gradients equal those of one process, however the model goes about it."""
 
-import contextlib
 import os
 from functools import partial
 from itertools import pairwise
@@ -9,50 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process
-from driven_runs import assert_same_loop
 from gathering_plugin import GatheringPlugin
-from matrix import matrix, named
+from matrix import matrix
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero.engine import Bucket
-from booster_zero.engine.stand_ins import holds_values
 
 CLOSE = tolerance_for(torch.float32)
 WIDTH = 12
-
-
-class Scale(torch.autograd.Function):
-    """Multiplies by a matrix; backward takes it from what was saved."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
-
-
-class Reverse(torch.autograd.Function):
-    """Passes a parameter on, with its gradient reversed."""
-
-    @staticmethod
-    def forward(ctx, weight):
-        del ctx
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        del ctx
-        return -grad
 
 
 class Chain(torch.autograd.Function):
@@ -98,13 +66,6 @@ class OfOthers(Layers):
         return torch.einsum("ni,oi->no", x, torch.stack([fourth.weight, fourth.weight]).mean(0)) * self.gain
 
 
-class InCustomFunctions(Layers):
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(Scale.apply(x, layer.weight) + Reverse.apply(layer.bias))
-        return x * self.gain
-
-
 class InOneCustomFunction(nn.Module):
     """Passes parameters of several chunks to one function, which saves them after it has used the last."""
 
@@ -116,32 +77,9 @@ class InOneCustomFunction(nn.Module):
         return torch.tanh(Chain.apply(torch.tanh(x), *[layer.weight for layer in self.layers]))
 
 
-class UsedAgain(nn.Module):
-    """Has no parameters of its own, and uses each of its children's twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(nn.functional.linear(x, layer.weight, layer.bias) * layer.bias)
-            x = torch.tanh(x @ layer.weight)
-        return x
-
-
 class Repeated(Layers):
     def forward(self, x):
         for layer in [*self.layers, *self.layers, *self.layers]:
-            x = torch.tanh(layer(x))
-        return x * self.gain
-
-
-class Branching(Layers):
-    """Takes another way for an odd number of samples; leaves layers unused."""
-
-    def forward(self, x):
-        for layer in self.layers[:2] if len(x) % 2 else self.layers[1:]:
             x = torch.tanh(layer(x))
         return x * self.gain
 
@@ -180,16 +118,6 @@ class Checkpointed(Layers):
         x = x.clone().requires_grad_()
         for layer in self.layers:
             x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=self.reentrant)
-        return x * self.gain
-
-
-class UnderOthersHooks(Layers):
-    """Keeps what is saved elsewhere, in its own way."""
-
-    def forward(self, x):
-        with torch.autograd.graph.save_on_cpu():
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
         return x * self.gain
 
 
@@ -238,16 +166,12 @@ class Sparse(Layers):
 
 MODELS = {
     "of others": OfOthers,
-    "custom functions": InCustomFunctions,
     "one custom function": InOneCustomFunction,
-    "used again": UsedAgain,
     "repeated": Repeated,
-    "branching": Branching,
     "attention": Attention,
     "recurrent": Recurrent,
     "checkpointed": lambda: Checkpointed(reentrant=False),
     "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
-    "under others' hooks": UnderOthersHooks,
     "in other formats": InOtherFormats,
     "sparse": Sparse,
 }
@@ -289,78 +213,6 @@ def test_gradients_equal_one_process(name):
         assert sum(chunks) <= 1
 
 
-def train_once(booster, model, optimizer):
-    x = batch(0, 1)
-    loss = model(x).square().mean()
-    booster.backward(loss, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def goes_on_after(event):
-    """Return what two steps give, with an event in between."""
-    results = []
-    for happens in (False, True):
-        booster, model, optimizer = boost(make("of others"))
-        losses = [train_once(booster, model, optimizer)]
-        if happens:
-            event(model, booster)
-        losses += [train_once(booster, model, optimizer) for _ in range(2)]
-        results.append(losses)
-    assert results[0] == results[1]
-
-
-class Broken(nn.Module):
-    def forward(self, x):
-        raise ArithmeticError(x.shape)
-
-
-def raise_inside(model, booster):
-    inner = model.unwrap()
-    handle = inner.layers[2].register_forward_pre_hook(lambda *_: Broken()(torch.ones(1)))
-    second = inner.register_forward_pre_hook(lambda *_: inner.layers[2](torch.ones(1, WIDTH)))
-    with pytest.raises(ArithmeticError):
-        model(batch(1, 1))
-    handle.remove()
-    second.remove()
-
-
-def forward_only(model, booster):
-    model(batch(1, 1))
-
-
-def evaluate(model, booster):
-    model.eval()
-    with torch.inference_mode():
-        before = model(batch(1, 1))
-        assert torch.equal(before, model.unwrap()(batch(1, 1)))
-    with torch.no_grad():
-        assert torch.equal(model(batch(1, 1)), before)
-    model.train()
-
-
-def run_part(model, booster):
-    model.unwrap().layers[1](batch(1, 1))
-
-
-@matrix(["forward_only"], event=named([raise_inside, forward_only, evaluate, run_part], lambda event: event.__name__))
-def test_training_goes_on_after(event):
-    run_on_ranks(goes_on_after, 2, event)
-
-
-def backward_twice(run):
-    loss = run.loss(0)
-    run.backward(loss, retain_graph=True)
-    run.backward(loss)
-    run.step()
-
-
-def test_backward_twice_adds_up():
-    case = Case(build=partial(make, "repeated"), batch=rows_of)
-    assert_same_loop(backward_twice, case, Setting(GatheringPlugin, {"chunk_bytes": 256}))
-
-
 def backward_after_the_step():
     _, model, optimizer = boost(make("repeated"))
     loss = model(batch(0, 1)).square().mean()
@@ -372,68 +224,6 @@ def backward_after_the_step():
 
 def test_a_graph_from_before_the_step_is_refused():
     run_on_ranks(backward_after_the_step, 2)
-
-
-def teach():
-    """A frozen teacher inside of the loss of a student, both boosted; gradients flow through the teacher."""
-    results = []
-    for is_boosted in (False, True):
-        teacher, student = make("repeated").requires_grad_(requires_grad=False), make("of others")
-        names = [n for n, _ in student.named_parameters()]
-        if is_boosted:
-            booster = Booster(plugin=GatheringPlugin(chunk_bytes=256))
-            teacher = booster.boost(teacher).model
-            student, optimizer, *_ = booster.boost(student, torch.optim.SGD(student.parameters(), lr=0.1))
-        with torch.no_grad():
-            target = teacher(batch(0, 1))
-        loss = (teacher(student(batch(0, 1))) - target).square().mean()
-        if is_boosted:
-            booster.backward(loss, optimizer)
-            found = {n: full_gradient(booster, student, n) for n in names}
-        else:
-            loss.backward()
-            found = {n: p.grad for n, p in student.named_parameters()}
-        results.append({n: gradient for n, gradient in found.items() if gradient is not None})
-    assert_same_tensors(results[1], results[0], CLOSE)
-
-
-def test_a_teacher_and_a_student_live_side_by_side():
-    run_on_ranks(teach, 2)
-
-
-def generate():
-    from booster_testing.models import tiny_llama
-
-    torch.manual_seed(0)
-    original = tiny_llama(use_cache=True, pad_token_id=0).eval()
-    prompt = torch.arange(5).view(1, 5)
-    expected = original.generate(prompt, max_new_tokens=6, do_sample=False)
-    model = Booster(plugin=GatheringPlugin(chunk_bytes=4096)).boost(original).model
-    assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
-
-
-def test_a_model_generates():
-    run_on_ranks(generate, 2)
-
-
-def read_and_write_whole_parameters():
-    _, model, _ = boost(make("repeated"))
-    expected = make("repeated").state_dict()
-    with model.whole_parameters(writes=True):
-        for name, parameter in model.unwrap().named_parameters():
-            assert torch.equal(parameter, expected[name])
-            with torch.no_grad():
-                parameter.mul_(2)
-    state = model.state_dict()
-    assert all(torch.equal(state[name], 2 * tensor) for name, tensor in expected.items())
-    model.load_state_dict(expected)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
-    with pytest.raises(ConfigError, match=r"'gain' is kept in shards .* `isnan` finds no values"):
-        model.unwrap().gain.isnan()
-
-
-def test_whole_parameters_can_be_read_and_written():
-    run_on_ranks(read_and_write_whole_parameters, 2)
 
 
 def transform():
@@ -522,26 +312,6 @@ def test_few_chunks_are_whole_at_a_time():
         assert most <= 3  # in use, kept for what comes right after, and on its way
 
 
-def accumulate(is_split):
-    booster, model, optimizer = boost(make("repeated"))
-    for micro in range(2):
-        with booster.no_sync(model) if is_split and micro == 0 else contextlib.nullcontext():
-            booster.backward(model(batch(micro, 1)).square().mean(), optimizer)
-        # Gradients are in the shards, also while they accumulate.
-        assert not any(holds_values(parameter.grad) for parameter in model.unwrap().parameters())
-    optimizer.step()
-    return model.state_dict()
-
-
-def compare_accumulation():
-    first, second = accumulate(is_split=True), accumulate(is_split=False)
-    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
-
-
-def test_gradients_accumulate_in_shards():
-    run_on_ranks(compare_accumulation, 2)
-
-
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -561,20 +331,3 @@ def forward_without_backward():
 def test_a_forward_without_a_backward_leaves_nothing_behind():
     for left in run_on_ranks(forward_without_backward, 2):
         assert left < 2 * 12 * 1.5 * 2**20, "less than two forwards keep"
-
-
-def differentiate_twice():
-    results = []
-    for is_boosted in (False, True):
-        model = make("repeated")
-        if is_boosted:
-            _, model, _ = boost(model)
-        x = batch(0, 1).requires_grad_()
-        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), x)
-        results.append({"first": first.detach(), "second": second})
-    assert_same_tensors(results[1], results[0], CLOSE)
-
-
-def test_inputs_are_differentiated_twice():
-    run_on_ranks(differentiate_twice, 2)

@@ -7,8 +7,6 @@ import functools
 import subprocess
 import sys
 import time
-from importlib import import_module
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import device_smoke
@@ -18,16 +16,12 @@ import torch.distributed as dist
 import booster_core
 from booster_testing.compare import DTYPES
 from device_runs.cases import Case, Figure
-from device_runs.language_models import boosted_step, make_batch, make_llama, make_optimizer, make_plugin, size_of
-from device_runs.measuring import forget
 from device_runs.runner import free_port
 from device_runs.training import alone, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-
-    from torch import Tensor
 
     from device_runs.cases import Setting
 
@@ -37,8 +31,6 @@ _SLEEP_CYCLES = 1_000_000
 _LONG_CYCLES = 800_000_000
 """About 0.4 s."""
 _MOST_HOST_SECONDS = 0.15
-_REDUCED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8)
-_MOVED = (*_REDUCED, torch.bool, torch.int8)
 _DELAYED_CALLS = (
     "all_gather",
     "all_gather_into_tensor",
@@ -52,193 +44,6 @@ _DELAYED_CALLS = (
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 )
-
-
-# ---- collectives
-
-
-def collectives(setting: Setting) -> None:
-    """Compare collectives on the device with tensors that gloo gathers on the CPU, dtype by dtype."""
-    for dtype in _MOVED:
-        mine = _values(setting, dtype)
-        everyones = _gathered(mine)
-        _compare(f"all_to_all, {dtype}", _all_to_all(setting, mine), _rows_for(setting, everyones))
-        for name, move in _moves(setting, everyones).items():
-            got, expected = move(mine.to(setting.device))
-            _compare(f"{name}, {dtype}", got, expected)
-    for dtype in _REDUCED:
-        mine = _values(setting, dtype)
-        everyones = _gathered(mine)
-        for op in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"):
-            _compare_reductions(setting, op, mine, everyones)
-    _compare_reductions(setting, "SUM", _values(setting, torch.bool), _gathered(_values(setting, torch.bool)))
-    messages(setting)
-    dist.barrier(device_ids=[setting.module.current_device()] if setting.is_real else None)
-
-
-def messages(setting: Setting) -> None:
-    """Send around a ring, one by one and in a batch of several each way."""
-    rank, size = setting.rank, setting.world_size
-    after, before = (rank + 1) % size, (rank - 1) % size
-    for dtype in _MOVED:
-        sent = [(_values(setting, dtype) * (1 if dtype == torch.bool else place + 1)) for place in range(2)]
-        rooms = [torch.empty_like(each, device=setting.device) for each in sent]
-        own = [each.to(setting.device) for each in sent]
-        expected = [_gathered(each)[before] for each in sent]
-        if rank % 2:
-            dist.recv(rooms[0], before)
-            dist.send(own[0], after)
-        else:
-            dist.send(own[0], after)
-            dist.recv(rooms[0], before)
-        _compare(f"a message, {dtype}", rooms[0], expected[0])
-        listed = [dist.P2POp(dist.irecv, room.zero_(), before) for room in rooms]
-        listed += [dist.P2POp(dist.isend, each, after) for each in own]
-        for work in dist.batch_isend_irecv(listed):
-            work.wait()
-        for room, each in zip(rooms, expected, strict=True):
-            _compare(f"a batch of messages, {dtype}", room, each)
-
-
-def _moves(setting: Setting, everyones: list[Tensor]) -> dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    rank, size, root = setting.rank, setting.world_size, setting.world_size - 1
-
-    def broadcast(mine: Tensor) -> tuple[Tensor, Tensor]:
-        dist.broadcast(mine, root, async_op=True).wait()
-        return mine, everyones[root]
-
-    def all_gather(mine: Tensor) -> tuple[Tensor, Tensor]:
-        whole = mine.new_empty(size * mine.numel())
-        _call("all_gather_single", "all_gather_into_tensor")(whole, mine, async_op=True).wait()
-        return whole, torch.cat(everyones)
-
-    def all_gather_in_place(mine: Tensor) -> tuple[Tensor, Tensor]:
-        whole = mine.new_empty(size * mine.numel())
-        own = whole[rank * mine.numel() : (rank + 1) * mine.numel()]
-        own.copy_(mine)
-        _call("all_gather_single", "all_gather_into_tensor")(whole, own)
-        return whole, torch.cat(everyones)
-
-    def uneven_all_gather(mine: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [mine.new_empty(_NUMEL - each) for each in range(size)]
-        dist.all_gather(parts, mine[: _NUMEL - rank].contiguous(), async_op=True).wait()
-        return torch.cat(parts), torch.cat([part[: _NUMEL - each] for each, part in enumerate(everyones)])
-
-    def gather(mine: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [torch.empty_like(mine) for _ in range(size)] if rank == root else None
-        dist.gather(mine, parts, root)
-        return (mine, mine.cpu()) if parts is None else (torch.cat(parts), torch.cat(everyones))
-
-    def scatter(mine: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [mine + place if mine.dtype != torch.bool else mine for place in range(size)]
-        room = torch.empty_like(mine)
-        dist.scatter(room, parts if rank == root else None, root)
-        sent = everyones[root]
-        return room, sent if sent.dtype == torch.bool else sent + rank
-
-    def uneven_all_to_all(mine: Tensor) -> tuple[Tensor, Tensor]:
-        """Rank r sends r + 1 rows more to the next rank than to the others."""
-        splits = [
-            [2 + (sender + 1) * (receiver == (sender + 1) % size) for receiver in range(size)] for sender in range(size)
-        ]
-        rows = [part.view(-1, 4) for part in everyones]
-        taken = [rows[sender][sum(splits[sender][:rank]) :][: splits[sender][rank]] for sender in range(size)]
-        lengths = [len(each) for each in taken]
-        room = mine.new_empty(sum(lengths), 4)
-        own = mine.view(-1, 4)[: sum(splits[rank])].contiguous()
-        dist.all_to_all_single(room, own, lengths, splits[rank], async_op=True).wait()
-        return room, torch.cat(taken)
-
-    return {
-        "broadcast": broadcast,
-        "all_gather": all_gather,
-        "all_gather in place": all_gather_in_place,
-        "uneven all_gather": uneven_all_gather,
-        "gather": gather,
-        "scatter": scatter,
-        "uneven all_to_all": uneven_all_to_all,
-    }
-
-
-def _compare_reductions(setting: Setting, op: str, mine: Tensor, everyones: list[Tensor]) -> None:
-    size, rank, how = setting.world_size, setting.rank, getattr(dist.ReduceOp, op)
-    if op == "AVG" and not mine.is_floating_point():
-        mine, everyones = mine * size, [each * size for each in everyones]
-    expected = _reduced(op, everyones)
-    own = mine.to(setting.device)
-    tensor = own.clone()
-    dist.all_reduce(tensor, how, async_op=True).wait()
-    _compare(f"all_reduce {op}, {mine.dtype}", tensor, expected)
-    tensor = own.clone()
-    dist.reduce(tensor, 0, how)
-    if rank == 0:
-        _compare(f"reduce {op}, {mine.dtype}", tensor, expected)
-    part = _NUMEL // size
-    room = own.new_empty(part)
-    _call("reduce_scatter_single", "reduce_scatter_tensor")(room, own, how, async_op=True).wait()
-    _compare(f"reduce_scatter {op}, {mine.dtype}", room, expected[rank * part :][:part])
-    bounds = [0, *(_NUMEL // size * (place + 1) + 1 for place in range(size - 1)), _NUMEL]
-    slices = [own[start:stop] for start, stop in pairwise(bounds)]
-    room = torch.empty_like(slices[rank])
-    dist.reduce_scatter(room, slices, how, async_op=True).wait()
-    _compare(f"uneven reduce_scatter {op}, {mine.dtype}", room, expected[bounds[rank] : bounds[rank + 1]])
-
-
-def _reduced(op: str, everyones: list[Tensor]) -> Tensor:
-    """Reduce small whole numbers, which no dtype rounds."""
-    if everyones[0].dtype == torch.bool:
-        return torch.stack(everyones).any(0)
-    stacked = torch.stack([each.double() for each in everyones])
-    results = {
-        "SUM": stacked.sum(0),
-        "AVG": stacked.mean(0),
-        "MIN": stacked.amin(0),
-        "MAX": stacked.amax(0),
-        "PRODUCT": stacked.prod(0),
-    }
-    return results[op].to(everyones[0].dtype)
-
-
-def _all_to_all(setting: Setting, mine: Tensor) -> Tensor:
-    own = mine.to(setting.device)
-    room = torch.empty_like(own)
-    dist.all_to_all_single(room, own, async_op=True).wait()
-    parts = list(torch.empty_like(own).chunk(setting.world_size))
-    dist.all_to_all(parts, list(own.chunk(setting.world_size)), async_op=True).wait()
-    _compare(f"all_to_all of lists, {mine.dtype}", torch.cat(parts), room.cpu())
-    return room
-
-
-def _rows_for(setting: Setting, everyones: list[Tensor]) -> Tensor:
-    return torch.cat([each.chunk(setting.world_size)[setting.rank] for each in everyones])
-
-
-def _values(setting: Setting, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(setting.rank)
-    high = 2 if dtype == torch.bool else 4
-    return torch.randint(high - 2 if high == 2 else 1, high, (_NUMEL,), generator=generator).to(dtype)
-
-
-def _gathered(mine: Tensor) -> list[Tensor]:
-    """Return every rank's tensor, sent over the CPU."""
-    parts = [torch.empty_like(mine).view(torch.uint8) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine.view(torch.uint8))
-    return [part.view(mine.dtype) for part in parts]
-
-
-def _compare(what: str, got: Tensor, expected: Tensor) -> None:
-    found = got.cpu()
-    assert found.dtype == expected.dtype, (what, found.dtype, expected.dtype)
-    assert found.shape == expected.shape, (what, found.shape, expected.shape)
-    different = (found != expected).nonzero().flatten()
-    if different.numel():
-        first = int(different[0])
-        msg = f"{what}: {different.numel()} of {found.numel()} differ; {first} is {found[first]}, not {expected[first]}"
-        raise AssertionError(msg)
-
-
-def _call(name: str, former: str) -> Callable[..., Any]:
-    return getattr(dist, name, None) or getattr(dist, former)
 
 
 # ---- order
@@ -422,99 +227,6 @@ def fail(setting: Setting, *, how: str) -> Sequence[Figure]:
     return [Figure(f"until rank 0 ends when rank 1 {how}; it says: {said[:160]}", [seconds], bar=15.0)]
 
 
-# ---- memory
-
-
-def memory(setting: Setting, *, engine: str) -> Sequence[Figure]:
-    """Train a Llama of 300M for three steps, and measure what it takes on the device and in pinned memory."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16}
-    length = 1024
-    if not setting.is_real:
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        length = 16
-    config = LlamaConfig(vocab_size=32768 if setting.is_real else 64, num_key_value_heads=4, use_cache=False, **sizes)
-    tokens = torch.randint(config.vocab_size, (1, length), device=setting.device)
-    mask = torch.ones_like(tokens)
-
-    def make_model() -> Any:
-        with torch.device(setting.device):  # the CPU takes long to draw its parameters
-            return LlamaForCausalLM(config)
-
-    train_step = _engine(setting, engine, make_model)
-    setting.module.empty_cache()
-    for step in range(3):
-        if step == 2:
-            setting.module.synchronize()
-            setting.module.reset_peak_memory_stats()
-        train_step({"input_ids": tokens, "attention_mask": mask, "labels": tokens})
-    setting.module.synchronize()
-    allocated, reserved = setting.module.max_memory_allocated(), setting.module.memory_reserved()
-    if setting.is_real:
-        reserved = setting.module.max_memory_reserved()
-    figures = [
-        Figure(f"most memory allocated in a step, 300M, {engine}", [float(allocated)], unit="B"),
-        Figure(
-            f"memory reserved, 300M, {engine}", [float(reserved)], "allocated", [float(allocated)], unit="B", bar=1.15
-        ),
-    ]
-    pinned = setting.module.host_memory_stats().get("allocated_bytes.peak") if setting.is_real else None
-    if pinned is not None:
-        figures.append(Figure(f"pinned memory of torch's allocator, 300M, {engine}", [float(pinned)], unit="B"))
-    return figures
-
-
-def split_between_blocks(setting: Setting) -> Sequence[Figure]:
-    """Measure what forward keeps for backward with sequences split between blocks, against tensor parallelism alone."""
-    size = size_of(setting, "500M")
-    batch = make_batch(setting, size)
-    kept, losses = [], []
-    for is_split in (True, False):
-        model = make_llama(setting, size)
-        booster = booster_core.Booster(
-            setting.device, "pure-bf16", make_plugin("hybrid", tp_size=2, sequence_parallel=is_split)
-        )
-        model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-        step = boosted_step(booster, model, optimizer)
-        for _ in range(2):
-            step(batch)
-        setting.module.synchronize()
-        before = setting.module.memory_allocated()
-        loss = model(**batch).loss
-        setting.module.synchronize()
-        kept.append(setting.module.memory_allocated() - before)
-        losses.append(float(loss.detach()))
-        booster.backward(loss, optimizer)
-        del model, optimizer, step, loss
-        forget(setting)
-    assert abs(losses[0] - losses[1]) <= 2**-6 * abs(losses[1]), losses
-    assert kept[0] < kept[1], kept
-    what = "kept for backward with sequences split between blocks, Llama 500M, 2 ranks"
-    return [Figure(what, [kept[0]], "tensor parallel alone", [kept[1]], "B", bar=0.9)]
-
-
-def _engine(setting: Setting, engine: str, make_model: Callable[[], Any]) -> Callable[[dict[str, Tensor]], None]:
-    torch.manual_seed(0)
-    plugin, options = {
-        "fsdp": ("fsdp", {}),
-        "zero 2": ("zero", {"stage": 2}),
-        "gemini": ("gemini", {}),
-    }[engine]
-    module, name = device_smoke.PLUGINS[plugin].split(":")
-    booster = booster_core.Booster(setting.device, "bf16", getattr(import_module(module), name)(**options))
-    model = make_model()
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-
-    def step(batch: dict[str, Tensor]) -> None:
-        booster.backward(model(**batch).loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-ENGINES = ("fsdp", "zero 2", "gemini")
 LATE = ("zero 2", "gemini", "pipeline", "gemini, offload")
 LOADED = (
     ("fsdp", "fp32", False),
@@ -525,7 +237,6 @@ LOADED = (
 )
 
 CASES = [
-    *(Case(f"collectives by dtype, {ranks} ranks", collectives, ranks=ranks, seconds=60) for ranks in (2, 4)),
     Case("the host runs ahead of an all-reduce, 2 ranks", host_runs_ahead, ranks=2, only_on="cuda", is_timed=True),
     *(
         Case(
@@ -547,11 +258,4 @@ CASES = [
         for name, precision, as_dcp in LOADED
     ),
     *(Case(f"one of two ranks {how}", fail, {"how": how}, ranks=2, seconds=90) for how in ("raises", "exits")),
-]
-MEMORY = [
-    *(
-        Case(f"memory of a Llama of 300M, {engine}, 2 ranks", memory, {"engine": engine}, ranks=2, is_timed=True)
-        for engine in ENGINES
-    ),
-    Case("memory of sequences split between blocks, 2 ranks", split_between_blocks, ranks=2, is_timed=True),
 ]

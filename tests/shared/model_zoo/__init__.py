@@ -11,9 +11,7 @@ from dataclasses import replace
 from isolated_libraries import import_quietly, use_isolated_libraries
 
 from model_zoo.diffusers_models import MODELS as _DIFFUSERS
-from model_zoo.own_structures import MODELS as _STRUCTURES
 from model_zoo.own_tensors import MODELS as _TENSORS
-from model_zoo.own_test_models import MODELS as _TEST_MODELS
 from model_zoo.own_uses import MODELS as _USES
 from model_zoo.registry import Batch, ZooModel
 from model_zoo.timm_families import MODELS as _TIMM_FAMILIES
@@ -58,7 +56,6 @@ MATRIX: dict[str, ZooModel] = {
         if model.name not in {f"transformers/{family}_lm" for family in (*_TWICE, "falcon")}
     },
     **{model.name: model for model in (*_TENSORS, *_USES, *_FAMILIES, *_TIMM_FAMILIES)},
-    **{model.name: replace(model, slow=True) for model in (*_STRUCTURES, *_TEST_MODELS)},
 }
 """Every model, by name: those of ``ZOO``, which other tests use too, and those of the compatibility matrix alone."""
 

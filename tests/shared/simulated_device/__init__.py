@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import types
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import timedelta
 
-    from torch import Tensor
 
 NAME = "simulated"
 BACKEND = f"cpu:gloo,{NAME}:simccl"
@@ -41,7 +39,6 @@ _FOLDER = Path(__file__).parent
 _SOURCES = _FOLDER / "device.cpp", _FOLDER / "collectives.cpp"
 _BUILD_SECONDS = 1800
 _MODULE = "simulated_device_native"
-_IS_LAZY = ContextVar("is_lazy", default=False)
 
 
 class NotBuiltError(Exception):
@@ -105,19 +102,9 @@ def load(library: str) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
 
     def make_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return native.SimulatedBackend(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), _IS_LAZY.get())
+        return native.SimulatedBackend(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 
     dist.Backend.register_backend("simccl", make_backend, devices=[NAME])
-
-
-@contextlib.contextmanager
-def lazy_communicators() -> Iterator[None]:
-    """Let groups that are made meanwhile have a communicator for each pair of ranks, as where NCCL is not bound."""
-    before = _IS_LAZY.set(True)
-    try:
-        yield
-    finally:
-        _IS_LAZY.reset(before)
 
 
 def run_on_devices(function: Callable[..., Any], world_size: int, library: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -243,10 +230,3 @@ def times() -> tuple[float, float]:
 
     ops: Any = torch.ops.simulated_device
     return ops.times()
-
-
-def cpu_view(tensor: Tensor) -> Tensor:
-    """Return a device tensor as a CPU tensor that shares its memory."""
-    import torch
-
-    return torch.ops.simulated_device.cpu_view(tensor)

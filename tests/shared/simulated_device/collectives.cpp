@@ -5,8 +5,7 @@
 // - Work of one communicator runs in the order in which it was started, on one thread and one stream. A group has one
 //   communicator, which its messages between two ranks share, as where NCCL is bound to a device, so that a message
 //   waits for those that were asked for before it, from whatever rank (`TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_
-//   WARNING`). `is_lazy`: as where NCCL is not bound, each pair of ranks that send to each other outside of a batch has
-//   a communicator of its own.
+//   WARNING`).
 // - A communicator is made when it is first used, and until then the host blocks for the other ranks; where NCCL is
 //   bound that has happened when the group was made, so messages don't.
 // - Messages carry a tag made of the call and its number. Ranks that call different things wait for each other until
@@ -50,8 +49,8 @@ Tensor bytes_of(const Tensor& host) {  // dense, in memory order
 
 class SimulatedBackend final : public Backend {
  public:
-  SimulatedBackend(c10::intrusive_ptr<Backend> gloo, bool is_lazy)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), is_lazy_(is_lazy) {}
+  explicit SimulatedBackend(c10::intrusive_ptr<Backend> gloo)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
 
   const std::string getBackendName() const override { return "simccl"; }
   c10::intrusive_ptr<Backend::Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
@@ -197,12 +196,7 @@ class SimulatedBackend final : public Backend {
   // ---- communicators
 
   Lane& group_lane() {
-    if (!lanes_.count(-1)) lanes_[-1] = std::make_unique<Lane>();
-    return *lanes_[-1];
-  }
-  Lane& pair_lane(int peer) {
-    if (!lanes_.count(peer)) lanes_[peer] = std::make_unique<Lane>();
-    return *lanes_[peer];
+    return lane_;
   }
   std::vector<int> everyone() const {
     std::vector<int> peers;
@@ -254,11 +248,7 @@ class SimulatedBackend final : public Backend {
       const int tag = tag_of("batched " + direction + size + " " + std::to_string(num_batched_[direction]++));
       return collective(type, {{[transfer, tag](Works& works) { transfer(works, tag); }, nullptr}}, inputs, outputs);
     }
-    auto& lane = is_lazy_ ? pair_lane(peer) : group_lane();
-    if (is_lazy_) {
-      if (!lane.is_connected) meet("communicator of a pair", {peer});
-      lane.is_connected = true;
-    }
+    auto& lane = group_lane();
     const int tag = tag_of(direction + size + " " + std::to_string(num_sent_[peer]++));
     return enqueue(lane, type, {{[transfer, tag](Works& works) { transfer(works, tag); }, nullptr}}, inputs, outputs);
   }
@@ -425,9 +415,8 @@ class SimulatedBackend final : public Backend {
   }
 
   c10::intrusive_ptr<Backend> gloo_;
-  bool is_lazy_;
   std::map<int, int> num_sent_;  // messages with each rank, either way, outside of batches
-  std::map<int, std::unique_ptr<Lane>> lanes_;
+  Lane lane_;
   std::unique_ptr<Batch> batch_;
   std::map<std::string, int64_t> num_batched_;
   int64_t num_steps_ = 0;
@@ -440,7 +429,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using simulated::SimulatedBackend;
   pybind11::module_::import("torch.distributed");
   pybind11::class_<SimulatedBackend, c10::intrusive_ptr<SimulatedBackend>, c10d::Backend>(module, "SimulatedBackend")
-      .def(pybind11::init([](const c10::intrusive_ptr<c10d::Backend>& gloo, bool is_lazy) {
-        return c10::make_intrusive<SimulatedBackend>(gloo, is_lazy);
+      .def(pybind11::init([](const c10::intrusive_ptr<c10d::Backend>& gloo) {
+        return c10::make_intrusive<SimulatedBackend>(gloo);
       }));
 }

@@ -13,8 +13,6 @@ from model_zoo import get_model
 from safetensors.torch import load_file
 
 from booster_core import Booster, discovery
-from booster_testing import run_on_ranks
-from booster_testing.training import whole_model
 
 NAME = "transformers/llama_tied"
 SAMPLES = 4
@@ -119,49 +117,3 @@ def test_checkpoint_of_one_device_resumes_on_a_mesh(run, of_one_device, tmp_path
     folder, expected = of_one_device
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     assert_goes_on(expected, run, tmp_path)
-
-
-@pytest.mark.parametrize("run", [pytest.param("tp2pp2", marks=pytest.mark.slow), "pp2dp2zero1"])
-def test_saved_model_loads_in_transformers(run, tmp_path):
-    from transformers import LlamaForCausalLM
-
-    norms_on_ranks(save, RUNS[run][2], run, tmp_path)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
-    expected = run_on_ranks(plain_parameters, 1)[0]
-    assert set(expected) == {name for name, _ in loaded.named_parameters()}
-    for name, parameter in loaded.named_parameters():
-        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-4, atol=1e-5, msg=name)
-
-
-def load_transformers(run, folder):
-    from transformers import LlamaForCausalLM
-
-    booster, model, _ = boosted(run, shift=0.5)
-    booster.load_model(model, folder)
-    whole = whole_model(booster, model)
-    for name, parameter in LlamaForCausalLM.from_pretrained(folder).named_parameters():
-        assert torch.equal(whole[name], parameter), name
-
-
-@pytest.mark.parametrize("run", ["tp2pp2", pytest.param("zbv", marks=pytest.mark.slow)])
-def test_model_of_transformers_loads(run, tmp_path):
-    llama().save_pretrained(tmp_path)
-    run_on_ranks(load_transformers, RUNS[run][2], run, tmp_path)
-
-
-def plain_parameters():
-    """Return the parameters after two steps of one process."""
-    booster, model, optimizer = boosted(ONE)
-    for step in range(2):
-        step_once(booster, model, optimizer, batch_of(step))
-    return {name: parameter.detach().clone() for name, parameter in model.unwrap().named_parameters()}
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [("pp2dp2zero2", ONE), pytest.param("zero2 x3", "tp2pp2", marks=pytest.mark.slow), ("tp2dp2zero3", "pp2dp2zero1")],
-)
-def test_masters_win_over_the_rounded_model(saved, loaded, tmp_path):
-    expected = norms_on_ranks(save, RUNS[saved][2], saved, tmp_path, "bf16")
-    # bf16 keeps 8 bits, and is rounded in another order.
-    assert norms_on_ranks(load, RUNS[loaded][2], loaded, tmp_path, "bf16") == pytest.approx(expected, rel=2**-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -11,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from forked_scripts import torchrun_variables
 from matrix import matrix
 from page_blocks import PAGES, ROOT, all_blocks, blocks_of, write_files
@@ -95,19 +93,6 @@ def test_commands_of_a_page_run_in_their_order(commands, tmp_path):
             env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
-
-
-@pytest.mark.parametrize("block", all_blocks("bash", "json", "toml", "yaml"), ids=str)
-def test_syntax_of_blocks_that_are_no_python(block):
-    if block.language == "bash":
-        done = subprocess.run(["bash", "-n", "-c", block.text], check=False, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    elif block.language == "json":
-        json.loads(block.text)
-    elif block.language == "yaml":
-        assert list(yaml.safe_load_all(block.text))
-    else:
-        pytest.importorskip("tomllib", reason="tomllib came with Python 3.11").loads(block.text)
 
 
 @pytest.mark.parametrize("block", [b for b in all_blocks("python") if "not run" in b.marks], ids=str)

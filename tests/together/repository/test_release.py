@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -121,64 +119,6 @@ def test_a_minor_release_of_core_is_one_command(copy):
     assert [str(requirement) for _, requirement in release.refusing("booster-core", Version("0.3.0"), copy)]
 
 
-@functools.cache  # nox registers its sessions once
-def load_noxfile():
-    spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
-    noxfile = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(noxfile)
-    return noxfile
-
-
-def noxfile_of(copy, monkeypatch):
-    """Return the noxfile as a module of another checkout."""
-    monkeypatch.setattr(load_noxfile(), "ROOT", copy)
-    monkeypatch.chdir(copy)
-    return load_noxfile()
-
-
-def test_a_release_is_tested_with_releases_not_with_code_that_is_to_be_released(copy, monkeypatch):
-    """A booster-zero that uses a function of booster-runtime's checkout is tested without that function."""
-    git(copy, "tag", "booster-runtime-v0.1.7")
-    transport = Path("packages", "booster-runtime", "src", "booster_runtime", "collectives", "transport.py")
-    with (copy / transport).open("a") as file:
-        file.write("\n\ndef unreleased() -> None:\n    pass\n")
-    git(copy, "commit", "--quiet", "--all", "--message", "Add a function")
-    noxfile = noxfile_of(copy, monkeypatch)
-    for end in ("lowest", "newest"):
-        released = noxfile._sources(Session(), "booster-zero", end)["booster-runtime"]
-        text = released.parents[1].joinpath(transport).read_text()
-        assert "class Transport" in text
-        assert "unreleased" not in text
-    git(copy, "tag", "booster-runtime-v0.2.0")  # which booster-zero does not admit
-    assert noxfile._sources(Session(), "booster-zero", "newest")["booster-runtime"] == released
-    git(copy, "tag", "booster-runtime-v0.1.8")
-    newest = noxfile._sources(Session(), "booster-zero", "newest")["booster-runtime"]
-    assert "unreleased" in newest.parents[1].joinpath(transport).read_text()
-    assert noxfile._sources(Session(), "booster-zero", "lowest")["booster-runtime"] == released
-
-
-def test_the_lowest_releases_are_those_that_admit_each_other(copy, monkeypatch):
-    """Core's is what the tests' kit of the checkout admits, not only what booster-zero does."""
-    for version in ("0.1.0", "0.1.1", "0.1.2"):
-        git(copy, "tag", f"booster-core-v{version}")
-    for name, text in {"booster-zero": ">=0.1,<0.2", "booster-testing": ">=0.1.1,<0.2"}.items():
-        manifest = copy / "packages" / name / "pyproject.toml"
-        manifest.write_text(re.sub(r'"booster-core[^"]*"', f'"booster-core{text}"', manifest.read_text()))
-    sources = noxfile_of(copy, monkeypatch)._sources(Session(), "booster-zero", "lowest")
-    assert sources["booster-core"].parents[1].name == "booster-core-v0.1.1"
-    assert sources["booster-zero"] == copy / "packages" / "booster-zero"
-
-
-class Session:
-    """What the test needs of a nox session."""
-
-    def run(self, *command, external, silent=False):
-        return subprocess.run(command, check=True, capture_output=silent, text=True).stdout
-
-    def log(self, text):
-        print(text)
-
-
 def test_releases_that_are_refused(copy):
     with pytest.raises(release.ReleaseError, match=r"No package named 'booster-nought'. There are: booster-check"):
         release.check("booster-nought", "0.2.0", copy)
@@ -190,10 +130,3 @@ def test_releases_that_are_refused(copy):
     (copy / "notes.txt").write_text("half done")
     with pytest.raises(release.ReleaseError, match=r"The checkout has changes[\s\S]*notes\.txt"):
         release.check("booster-zero", "0.1.7", copy)
-
-
-@pytest.mark.parametrize("name", workspace.PACKAGES)
-def test_every_fragment_has_a_kind_that_releases_know(name):
-    folder = ROOT / "packages" / name / "changelog.d"
-    unknown = set(folder.iterdir()) - set(release.fragments(name, ROOT)) - {folder / "README.md"}
-    assert unknown == set()

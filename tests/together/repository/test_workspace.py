@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 
 import workspace
@@ -20,38 +18,6 @@ WORKFLOWS = {
 }
 
 ALL = workspace.PACKAGES
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("packages/booster-core/src/booster_core/booster.py", ALL),
-        ("packages/booster-zero/src/booster_zero/plugin.py", ["booster-gemini", "booster-hybrid", "booster-zero"]),
-        ("packages/booster-zero/pyproject.toml", ["booster-gemini", "booster-hybrid", "booster-zero"]),
-        ("packages/booster-gemini/src/booster_gemini/plugin.py", ["booster-gemini"]),
-        ("packages/booster-zero/changelog.d/offload.fixed.md", ["booster-zero"]),
-        ("tests/zero/test_zero_config.py", ["booster-zero"]),
-        ("tests/together/checkpoints/test_matrix.py", ALL),
-        ("tests/shared/matrix.py", ALL),
-        ("constraints.txt", ALL),
-        ("noxfile.py", ALL),
-        ("docs/start.md", []),
-        ("README.md", []),
-    ],
-)
-def test_touched_packages(path, expected):
-    assert workspace.touched([path]) == expected
-
-
-def test_touched_packages_of_several_files():
-    paths = ["docs/start.md", "tests/fsdp/test_fsdp_rows.py", "packages/booster-ddp/src/booster_ddp/config.py"]
-    assert workspace.touched(paths) == ["booster-ddp", "booster-fsdp", "booster-ft"]
-
-
-def test_an_unknown_base_touches_everything():
-    command = [sys.executable, str(ROOT / "tools" / "touched.py"), "0" * 40]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout) == ALL
 
 
 def _commands():
@@ -121,11 +87,3 @@ def test_no_test_that_alone_finds_a_fault_is_left_to_the_long_ones():
         assert (ROOT / path).exists(), test
         if name.startswith("test_") and "::Test" not in test:  # else a kit's, which the class inherits
             assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
-
-
-def test_each_package_is_published_alone():
-    jobs = WORKFLOWS["release"]["jobs"]
-    assert jobs["publish"]["permissions"] == {"id-token": "write"}
-    assert jobs["publish"]["environment"] == "${{ needs.build.outputs.package }}"
-    # YAML 1.1 reads the key `on` as true
-    assert WORKFLOWS["release"][True]["push"]["tags"] == [f"{name}-v*" for name in ALL]

@@ -32,7 +32,7 @@ from booster_core import Booster
 from booster_core.errors import BoosterError
 from booster_core.plugin import unwrap_model
 from booster_core.ranks import DistCoordinator
-from booster_runtime import full_gradient
+from booster_runtime import full_gradient, set_full_gradient
 from booster_runtime.rounding import Tolerance
 from booster_testing.compare import assert_same_tensors
 from booster_testing.training import assembled, tensors_of, whole_model
@@ -144,6 +144,110 @@ class _Own(nn.Module):
         return out
 
 
+class _Pair(nn.Module):
+    """Two layers, for subclasses that use them in ways of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+
+
+class _ByFunctions(_Pair):
+    """Reads parameters of layers that it never calls: by functions, views, and twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = _WIDTH // 2
+        rows = torch.cat([x @ self.one.weight[:half].t(), x @ self.one.weight[half:].t()], dim=1)
+        x = torch.tanh(torch.addmm(self.two.bias, rows + self.one.bias, self.two.weight.t()))
+        return torch.einsum("ni,oi->no", x, torch.stack([self.two.weight, self.one.weight]).mean(0))
+
+
+class _Product(torch.autograd.Function):
+    """Multiplies by one matrix after the other; backward takes them from what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, one: Tensor, two: Tensor) -> Tensor:
+        ctx.save_for_backward(x, one, two)
+        return x @ one.t() @ two.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (gradient,), (x, one, two) = gradients, ctx.saved_tensors
+        inner = gradient @ two
+        return inner @ one, inner.t() @ x, gradient.t() @ (x @ one.t())
+
+
+class _Custom(_Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Product.apply(x, self.one.weight, self.two.weight)  # type: ignore[no-untyped-call]
+        return torch.tanh(out) + self.one.bias + self.two.bias
+
+
+class _Alternating(_Pair):
+    """Uses one layer in one call, and the other one in the next."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = torch.tanh((self.one if self.calls % 2 else self.two)(x))
+        return out
+
+
+class _Elsewhere(_Pair):
+    """Keeps what backward needs where a context of its own puts it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return torch.tanh(self.two(torch.tanh(self.one(x))))
+
+
+class _Derived(_Pair):
+    """Returns derivatives of what it computes, as models of atoms return forces."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.two(torch.tanh(self.one(x))).square().sum()
+            (forces,) = torch.autograd.grad(energy, x, create_graph=self.training)
+        found: Tensor = torch.tanh(forces)
+        return found
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(_WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        several = torch.stack([x, x.flip(1), 2 * x])
+        found: Tensor = self.inner(several, several, several, need_weights=False)[0].mean(0)
+        return x + found
+
+
+class _Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(_WIDTH, _WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class _Formats(nn.Module):
+    """Has parameters in two formats, an empty one, and a table of which a batch touches some rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(_WIDTH, _WIDTH, dtype=torch.float64)
+        self.table = nn.Embedding(6, _WIDTH)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.table((x[:, :4] > 0).sum(1))
+        return torch.tanh(self.wide(x.double()).float()) + rows + self.empty.sum()
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()),
     "residual": _Residual,
@@ -153,6 +257,14 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "recomputed": _Recomputed,
     "unused": _Unused,
     "own": _Own,
+    "by functions": _ByFunctions,
+    "custom function": _Custom,
+    "alternating": _Alternating,
+    "kept elsewhere": _Elsewhere,
+    "derived": _Derived,
+    "attention": _Attention,
+    "parametrized": _Parametrized,
+    "formats": _Formats,
 }
 """What a model is made of."""
 
@@ -308,6 +420,12 @@ class Run:
         self.net.load_state_dict(saved[0])
         self.optimizer.load_state_dict(saved[1])
 
+    def double_gradient(self, name: str) -> None:
+        """Double a gradient by name, if there is one."""
+        gradient = self.net.get_parameter(name).grad
+        if gradient is not None:
+            gradient.mul_(2)
+
     def train(self) -> None:
         """Take a whole step."""
         self.backward()
@@ -383,6 +501,12 @@ class BoostedRun(Run):
         """Return the model's context where it has one."""
         whole = getattr(self.model, "whole_parameters", None)
         return contextlib.nullcontext() if whole is None else whole(writes=True)
+
+    def double_gradient(self, name: str) -> None:
+        """Double a gradient by name, if there is one."""
+        gradient = full_gradient(self.booster, self.model, name)
+        if gradient is not None:
+            set_full_gradient(self.booster, self.model, name, 2 * gradient)
 
     def save_and_load(self, *, fresh: bool) -> None:
         """Write model and optimizer, train another step, and load them, into fresh objects or into these."""
@@ -474,6 +598,88 @@ def _load_own_state(run: Run) -> None:
                                for name, value in run.model.state_dict().items()})  # fmt: skip
 
 
+class _PlannedError(Exception):
+    """Raised by an operation that shows what comes after an error."""
+
+
+def _raise(*_: Any) -> None:
+    raise _PlannedError
+
+
+def _forward_that_raises(run: Run) -> None:
+    handle = run.net.get_submodule("head").register_forward_pre_hook(_raise)
+    with contextlib.suppress(_PlannedError):
+        run.model(run.batch())
+    handle.remove()
+
+
+def _backward_that_raises(run: Run) -> None:
+    handles = []
+    last = run.net.get_submodule("layers")[-1]  # type: ignore[index]
+    handle = last.register_forward_hook(lambda _, __, output: handles.append(output.register_hook(_raise)))
+    loss = run.model(run.batch()).square().mean()
+    handle.remove()
+    with contextlib.suppress(_PlannedError):
+        run.backward_of(loss, directly=False, retain_graph=False)
+    run.optimizer.zero_grad()
+
+
+def _penalty(run: Run) -> None:
+    x = run.batch().requires_grad_()
+    out = run.model(x)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    run.losses.append(gradient.square().mean() + out.mean())
+
+
+def _closure_step(run: Run) -> None:
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        run.backward()
+        return torch.zeros(())
+
+    run.optimizer.step(closure)
+
+
+def _evaluate_a_part(run: Run) -> None:
+    with torch.no_grad():
+        run.note("part", run.mean(run.net.get_submodule("head")(run.batch()).square().mean()))
+
+
+def _evaluate_a_copy(run: Run) -> None:
+    with torch.no_grad():
+        run.note("copy", run.mean(copy.deepcopy(run.model)(run.batch()).square().mean()))
+
+
+def _drop_gradient(run: Run) -> None:
+    for parameter in run.net.get_submodule("head").parameters():
+        parameter.grad = None
+
+
+def _zero_gradients(run: Run) -> None:
+    for parameter in run.net.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def _assign_gradient(run: Run) -> None:
+    first = _first(run)
+    first.grad = torch.ones_like(first)
+
+
+def _train_more(run: Run) -> None:
+    held = {id(each) for group in run.optimizer.param_groups for each in group["params"]}
+    frozen = [each.shift for each in run.net.modules() if isinstance(each, _Own) and not each.shift.requires_grad]
+    if frozen and not any(id(each) in held for each in frozen):
+        run.optimizer.add_param_group({"params": [each.requires_grad_() for each in frozen], "lr": 0.02})
+
+
+def _inference(run: Run) -> None:
+    run.model.eval()
+    with torch.inference_mode():
+        run.note("inference", run.mean(run.model(run.batch()).square().mean()).clone())
+    run.model.train()
+
+
 def _another_model(_: Run) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(9)
@@ -518,11 +724,34 @@ OPERATIONS: dict[str, Callable[[Run], Any]] = {
     "save and load": lambda run: run.save_and_load(fresh=False),
     "save and load fresh": lambda run: run.save_and_load(fresh=True),
     "another model": _another_model,
+    "inference mode": _inference,
+    "forward that raises": _forward_that_raises,
+    "backward that raises": _backward_that_raises,
+    "penalty": _penalty,
+    "closure": _closure_step,
+    "part": _evaluate_a_part,
+    "copy": _evaluate_a_copy,
+    "drop gradient": _drop_gradient,
+    "zero gradients": _zero_gradients,
+    "assign gradient": _assign_gradient,
+    "double a gradient": lambda run: run.double_gradient("head.weight"),
+    "train more": _train_more,
 }
 """What a program does. Each may come at any moment: what it needs, such as a loss, it makes."""
 
 
-_WRITES = ("mul_", "clamp_", "data.mul_", "data = x", "write whole", "scale gradients", "hook")
+_WRITES = (
+    "mul_",
+    "clamp_",
+    "data.mul_",
+    "data = x",
+    "write whole",
+    "scale gradients",
+    "hook",
+    "assign gradient",
+    "drop gradient",
+    "zero gradients",
+)
 _ENDING = ("backward", "step", "read parameters", "backward", "step", "read parameters")
 
 
@@ -634,18 +863,21 @@ def judge(program: Program, make_plugin: Callable[[], Plugin | None], ranks: Ran
     return [program.operations[place] for place in refused[0]]
 
 
-def programs(*, most: int = 12, layers: Collection[str] = tuple(LAYERS)) -> Any:
+def programs(
+    *, most: int = 12, layers: Collection[str] = tuple(LAYERS), operations: Collection[str] = tuple(OPERATIONS)
+) -> Any:
     """Return a strategy of Hypothesis that draws programs.
 
     Args:
         most: Of operations.
         layers: Names of the layers that models are made of.
+        operations: Names of the operations.
     """
     from hypothesis import strategies
 
     return strategies.builds(
         Program,
         layers=strategies.lists(strategies.sampled_from([*layers]), min_size=1, max_size=4).map(tuple),
-        operations=strategies.lists(strategies.sampled_from([*OPERATIONS]), min_size=1, max_size=most).map(tuple),
+        operations=strategies.lists(strategies.sampled_from([*operations]), min_size=1, max_size=most).map(tuple),
         optimizer=strategies.sampled_from(["sgd", "adamw"]),
     )

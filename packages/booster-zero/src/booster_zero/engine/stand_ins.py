@@ -181,9 +181,15 @@ class StandIns:
     # Absent parameters answer these questions at once: none needs values.
 
     def hide(self) -> None:
-        """Take the stand-ins away, so that autograd makes gradients without them, until `show_again`."""
+        """Take the stand-ins away, so that autograd makes gradients without them, until `show_again`.
+
+        Raises:
+            GradientError: If somebody has given a parameter another gradient in place of its stand-in.
+        """
         with DisableTorchFunctionSubclass():
-            for parameter in self._shown.values():
+            for index, parameter in self._shown.items():
+                if type(parameter.grad) not in (ShardedGradient, type(None)):
+                    raise assigned_error(self._names[index])
                 parameter.grad = None
         self._hidden, self._shown = self._shown, {}
 

@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from device_runs.cases import Case, Figure
 from torch import nn
 
-from device_runs.cases import Case, Figure
-from device_runs.language_models import (
+from device_speed.language_models import (
     ATTENTION,
     CONTENDERS,
     FULLY_SHARD,
@@ -30,16 +30,16 @@ from device_runs.language_models import (
     peak_flops,
     size_of,
 )
-from device_runs.measuring import Clock, Peak, Results, device_work, forget, in_turns, synchronize, turn
-from device_runs.one_of_many import one_of_many
+from device_speed.measuring import Clock, Peak, Results, device_work, forget, in_turns, synchronize, turn
+from device_speed.one_of_many import one_of_many
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from device_runs.cases import Setting
     from torch import Tensor
 
-    from device_runs.cases import Setting
-    from device_runs.language_models import Size
+    from device_speed.language_models import Size
 
 PLAIN = "the plain loop"
 BAR = 1.02

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-
 from device_runs.cases import CannotRun, Figure, Incomplete
 
 if TYPE_CHECKING:

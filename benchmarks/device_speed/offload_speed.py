@@ -13,11 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from device_runs.cases import Case, Figure
 
 from booster_core import Booster
-from device_runs.cases import Case, Figure
-from device_runs.language_models import boosted_step, make_batch, make_llama, make_optimizer, make_plugin, size_of
-from device_runs.measuring import Clock, Peak, Results, device_work, forget, in_turns, synchronize
+from device_speed.language_models import boosted_step, make_batch, make_llama, make_optimizer, make_plugin, size_of
+from device_speed.measuring import Clock, Peak, Results, device_work, forget, in_turns, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

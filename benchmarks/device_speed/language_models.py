@@ -9,17 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+from device_runs.cases import CannotRun
 from device_smoke import PLUGINS
 
 from booster_core import Booster
-from device_runs.cases import CannotRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor, nn
-
     from device_runs.cases import Setting
+    from torch import Tensor, nn
 
 ATTENTION = "causal-sdpa"
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12}

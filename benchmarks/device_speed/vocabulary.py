@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from device_runs.cases import Case, Figure
 from torch import nn
 from torch.nn import functional
 
 from booster_runtime import linear_cross_entropy
-from device_runs.cases import Case, Figure
-from device_runs.measuring import Peak, in_turns
+from device_speed.measuring import Peak, in_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
     from device_runs.cases import Setting
+    from torch import Tensor
 
 BARS = {"time": 1.15, "memory": 0.15}
 

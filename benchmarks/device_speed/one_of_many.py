@@ -23,9 +23,8 @@ from booster_runtime.collectives import Transport, made_by
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from device_runs.cases import Setting
+    from torch import Tensor
 
 _BACKEND = "fake_on_device"
 _SECONDS = 60.0

@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from device_runs.cases import CannotRun, Case, Figure
 from torch import nn
 
 from booster_core import Booster
-from device_runs.cases import CannotRun, Case, Figure
-from device_runs.language_models import make_plugin
-from device_runs.measuring import Clock, Results, synchronize
+from device_speed.language_models import make_plugin
+from device_speed.measuring import Clock, Results, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from typing_extensions import Self
-
     from device_runs.cases import Setting
+    from typing_extensions import Self
 
 BLOCKED = 1.2
 """The most that a save in the background may block, of a copy to pinned memory."""
