@@ -53,8 +53,7 @@ def look_from(point, folder, rank):
 
 def import_all(folder):
     """Import here what ranks need: each life is a fork, which would import it again."""
-    import booster_checkpoint.save.owners
-    import booster_checkpoint.save.strided  # noqa: F401
+    import booster_checkpoint.save.owners  # noqa: F401
 
     booster, model, optimizer = make(None)
     booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)

@@ -1,13 +1,8 @@
-"""Saves on several file systems, some of which cannot reserve space, and on a full disk."""
+"""Saves on several file systems, and loads from a disk that fails."""
 
 import contextlib
-import errno
-import hashlib
-import mmap
-import os
 import subprocess
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +13,7 @@ from synthetic_state import SyntheticAdapter
 from tests.shared.fuse_mirror import mounted_mirror
 
 from booster_checkpoint.run.manifest import verify_folder
-from booster_checkpoint.save import strided
-from booster_core.errors import CheckpointError, CheckpointUnreadableError
+from booster_core.errors import CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
 
@@ -56,7 +50,6 @@ def mounted(kind, base):
         yield point
 
 
-# ramfs and this FUSE refuse ``fallocate`` with EOPNOTSUPP, as NFS before 4.2 does.
 FILE_SYSTEMS = ("ramfs", "tmpfs", "overlay", "fuse")
 
 
@@ -100,11 +93,6 @@ def wrong_values(folder):
     return wrong
 
 
-def digests(folder):
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 def save_and_resume(root, use_async=False):
     run = Run()
     run.train(3)
@@ -129,64 +117,6 @@ def test_training_state_on_a_file_system(use_async, file_system):
     root = file_system / "root"
     assert run_on_ranks(save_and_resume, 2, str(root), use_async) == [3, 3]
     verify_folder(root / "step-00000003")
-
-
-def refuse_reservation(code):
-    return mock.patch.object(strided.os, "posix_fallocate", side_effect=OSError(code, os.strerror(code)))
-
-
-def mapped_writes():
-    """Return a patch that counts mappings that are written through."""
-    real = mmap.mmap
-    count = []
-
-    def counted(descriptor, length, flags, protection=mmap.PROT_READ | mmap.PROT_WRITE, **options):
-        if protection & mmap.PROT_WRITE:
-            count.append(length)
-        return real(descriptor, length, flags, protection, **options)
-
-    return mock.patch.object(strided.mmap, "mmap", counted), count
-
-
-def save_refused(folder, code):
-    patch, count = mapped_writes()
-    with refuse_reservation(code), patch:
-        save_every_form(folder)
-    return len(count)
-
-
-def save_counted(folder):
-    patch, count = mapped_writes()
-    with patch:
-        save_every_form(folder)
-    return len(count)
-
-
-def test_columns_are_written_through_mappings_of_reserved_space(tmp_path):
-    assert min(run_on_ranks(save_counted, 2, str(tmp_path))) > 0
-    assert run_on_ranks(wrong_values, 2, str(tmp_path)) == [[], []]
-
-
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL, errno.ENOSYS])
-def test_without_reserved_space_nothing_is_written_through_mappings(code, tmp_path):
-    """A write through a mapping that finds the disk full ends the process with SIGBUS; a plain write raises."""
-    assert run_on_ranks(save_refused, 2, str(tmp_path), code) == [0, 0]
-    assert run_on_ranks(wrong_values, 2, str(tmp_path)) == [[], []]
-
-
-def save_over_on_full_disk(folder):
-    c = DistCoordinator()
-    io = EngineCalls()
-    adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
-    with refuse_reservation(errno.ENOSPC):
-        io.save_model(adapter, Path(folder) / "sharded", shard=True)
-
-
-def test_no_space_while_reserving_is_an_error_that_keeps_the_old_checkpoint(tmp_path):
-    run_on_ranks(save_every_form, 2, str(tmp_path))
-    before = digests(tmp_path)
-    expect_on_ranks(CheckpointError, "The disk is full", save_over_on_full_disk, 2, str(tmp_path))
-    assert digests(tmp_path) == before
 
 
 # ---- a disk that fails

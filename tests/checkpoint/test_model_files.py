@@ -1,4 +1,4 @@
-"""`CheckpointIO.open_model`: a model's files are looked at first, and read in parts afterwards, by either engine."""
+"""`CheckpointIO.open_model`: a model's files are looked at first, and read in parts afterwards."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from booster_checkpoint import CheckpointEngine
 from booster_core import Booster
 from booster_core.checkpoint_io import CheckpointIO
 from booster_core.errors import CheckpointError, ConfigError
-from booster_core.plain_checkpoint_io import PlainCheckpointIO
 from booster_core.state import TensorShard
-
-each_engine = pytest.mark.parametrize("engine", [CheckpointEngine, PlainCheckpointIO])
 
 
 class WithExtraState(nn.Linear):
@@ -44,10 +41,9 @@ def shard_of(weight, box, flat=None, dtype=torch.float32):
     return TensorShard(name="any", global_shape=tuple(weight.shape), dtype=dtype, box=box, flat=flat, data=data)
 
 
-@each_engine
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_are_read_in_the_shards_own_type(engine, dtype, model, path):
-    files = engine.open_model(path, model)
+def test_parts_are_read_in_the_shards_own_type(dtype, model, path):
+    files = CheckpointEngine.open_model(path, model)
     assert {name: meta.shape for name, meta in files.tensors.items() if name in model.state_dict()} == {
         "weight": (4, 6),
         "bias": (4,),
@@ -62,18 +58,16 @@ def test_parts_are_read_in_the_shards_own_type(engine, dtype, model, path):
     assert torch.equal(flat.data, model.weight.detach()[:, 1:5].flatten()[3:14].to(dtype))
 
 
-@each_engine
-def test_extra_state_is_decoded(engine, model, path):
-    with engine.open_model(str(path), model) as files:
+def test_extra_state_is_decoded(model, path):
+    with CheckpointEngine.open_model(str(path), model) as files:
         (state,) = files.extra_values(["_extra_state", "absent"]).values()
         assert torch.equal(files.read_whole("bias"), model.bias)
     assert state["steps"] == 3
     assert torch.equal(state["table"], torch.arange(4))
 
 
-@each_engine
-def test_files_that_changed_or_are_gone_raise(engine, model, path):
-    files = engine.open_model(path, model)
+def test_files_that_changed_or_are_gone_raise(model, path):
+    files = CheckpointEngine.open_model(path, model)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors"), files:
         pass

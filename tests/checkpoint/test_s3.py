@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -262,52 +261,10 @@ def test_a_model_whose_last_parts_fail_counts_as_interrupted(s3):
     match = "privileges.* Other files in 's3://bucket/partly' may have been replaced already"
     expect_on_s3(s3, CheckpointUnreadableError, match, save_wide_model, url, 2.0)
     s3.faults = []
-    assert uploads_below(f"{url}/") == []
+    assert s3.uploads("partly/") == []
     expect_on_s3(s3, CheckpointError, "interrupted", load_wide_model, url)
     run_on_s3(s3, 2, save_wide_model, url, 3.0)
     assert run_on_s3(s3, 2, load_wide_model, url) == [{3.0}, {3.0}]
-
-
-# ---- kills
-
-
-def leave_upload(s3, url):
-    """Begin an upload in a process that is killed."""
-    script = f"""
-import os, signal, time
-from booster_checkpoint.storage import storage_for
-stream = storage_for("s3").open_write("{url}", {6 * MIB})
-stream.write(memoryview(bytes({6 * MIB})))
-time.sleep(0.2)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, **environment(s3.url)}, check=False)
-    assert done.returncode == -signal.SIGKILL
-
-
-def uploads_below(url):
-    return [found for found, _ in locate(BUCKET).storage.unfinished(url)]
-
-
-def test_uploads_of_a_killed_save_are_aborted_by_the_next(s3):
-    file = f"{BUCKET}/killed/step-00000007/model/model-00001-of-00001.safetensors"
-    leave_upload(s3, file)
-    assert uploads_below(f"{BUCKET}/killed/") == [file]
-    Run().save(f"{BUCKET}/killed")
-    assert uploads_below(f"{BUCKET}/killed/") == []
-
-
-@pytest.mark.slow  # those of a killed save are found below
-def test_uploads_of_other_runs_are_left_alone(s3):
-    """A run below this one, and one that only begins like a step of this one."""
-    others = [
-        f"{BUCKET}/outer/step-size-3/step-00000001/model/model-00001-of-00001.safetensors",
-        f"{BUCKET}/outer/trial/step-00000001/model/model-00001-of-00001.safetensors",
-    ]
-    for url in others:
-        leave_upload(s3, url)
-    Run().save(f"{BUCKET}/outer")
-    assert sorted(uploads_below(f"{BUCKET}/outer/")) == others
 
 
 @pytest.mark.slow  # counts requests

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-import mmap
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from booster_checkpoint.files.byte_file import ByteFile
-from booster_checkpoint.save import strided
+from booster_checkpoint.save.in_place import write_box
 from booster_checkpoint.storage import locate, open_file
 from booster_checkpoint.storage.open_file import LocalFile
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointUnreadableError
@@ -62,84 +60,16 @@ def test_a_box_is_read_from_a_file_or_memory(path, case, dtype, offset, window_b
 
 
 @settings(deadline=None)
-@given(case=boxes(), dtype=DTYPES, offset=OFFSETS, window_bytes=WINDOWS, reserves=st.booleans())
-def test_a_box_is_written_into_a_file_and_nothing_else(path, case, dtype, offset, window_bytes, reserves):
+@given(case=boxes(), dtype=DTYPES, offset=OFFSETS)
+def test_a_box_is_written_into_a_file_and_nothing_else(path, case, dtype, offset):
     shape, box = case
     before, whole = torch.zeros(shape, dtype=dtype), filled(shape, dtype)
     path.write_bytes(b"\xff" * offset + bytes(as_bytes(before)) + b"\xff" * 3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strided, "_WINDOW_BYTES", window_bytes)
-        if not reserves:
-            patch.setattr(strided, "_reserve", lambda *_: False)
+    with path.open("r+b", buffering=0) as file:
         values = whole[slices_of(box)].contiguous()
-        strided.write_strided(path, offset, shape, dtype.itemsize, box, as_bytes(values))
+        write_box(file.fileno(), offset, shape, dtype.itemsize, box, as_bytes(values))
     before[slices_of(box)] = whole[slices_of(box)]
     assert path.read_bytes() == b"\xff" * offset + bytes(as_bytes(before)) + b"\xff" * 3
-
-
-PAGE = mmap.ALLOCATIONGRANULARITY
-SHAPE, BOX = (5, PAGE), ((1, 5), (0, PAGE - 1))
-"""Rows as long as a page, so that the length of a mapping shows how many it holds."""
-
-
-class Mappings:
-    """Takes the place of `mmap.mmap`, and records the length of each mapping."""
-
-    def __init__(self, monkeypatch):
-        self.lengths = []
-        make = mmap.mmap
-
-        def recorded(descriptor, length, *args, **options):
-            self.lengths.append(length)
-            return make(descriptor, length, *args, **options)
-
-        monkeypatch.setattr(mmap, "mmap", recorded)
-
-
-@pytest.fixture
-def mappings(monkeypatch):
-    return Mappings(monkeypatch)
-
-
-def write(path, window_bytes=4 << 20):
-    whole = filled(SHAPE, torch.uint8)
-    path.write_bytes(bytes(whole.numel()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strided, "_WINDOW_BYTES", window_bytes)
-        strided.write_strided(path, 0, SHAPE, 1, BOX, as_bytes(whole[slices_of(BOX)].contiguous()))
-    written = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(SHAPE)
-    assert torch.equal(written[slices_of(BOX)], whole[slices_of(BOX)])
-
-
-@pytest.mark.parametrize(("window_bytes", "num_rows"), [(1, 1), (PAGE, 1), (2 * PAGE, 2), (100 * PAGE, 4)])
-def test_a_window_of_the_file_is_mapped_at_a_time(path, mappings, window_bytes, num_rows):
-    write(path, window_bytes)
-    assert mappings.lengths == [num_rows * PAGE] * (4 // num_rows)
-
-
-def test_a_file_whose_space_cannot_be_reserved_is_not_mapped(path, mappings, monkeypatch):
-    """A write through a mapping that finds the disk full would end the process."""
-    monkeypatch.setattr(strided, "_reserve", lambda *_: False)
-    write(path)
-    assert not mappings.lengths
-
-
-def test_the_whole_tensor_s_space_is_reserved_before_it_is_mapped(path, mappings, monkeypatch):
-    reserved = []
-    monkeypatch.setattr(strided, "_reserve", lambda *args: not mappings.lengths and not reserved.append(args))
-    whole = filled((6, 2), torch.float64)
-    path.write_bytes(bytes(8 + whole.numel() * 8))
-    strided.write_strided(path, 8, (6, 2), 8, ((0, 6), (1, 2)), as_bytes(whole[:, 1:].contiguous()))
-    assert reserved == [(path, 8, 6 * 2 * 8)]
-    assert len(mappings.lengths) == 1
-
-
-@pytest.mark.parametrize("reserves", [True, False])
-def test_files_are_closed_after_a_write(path, monkeypatch, reserves):
-    monkeypatch.setattr(strided, "_reserve", lambda *_: reserves)
-    before = set(Path("/proc/self/fd").iterdir())
-    write(path)
-    assert set(Path("/proc/self/fd").iterdir()) == before
 
 
 class Reads:

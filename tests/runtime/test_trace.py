@@ -12,41 +12,34 @@ from booster_core.errors import ConfigError
 from booster_runtime.trace import Trace, read_traces
 
 
-def test_a_trace_has_tracks_slices_spans_and_counters(tmp_path):
+def test_a_trace_has_tracks_and_slices(tmp_path):
     trace = Trace(tmp_path / "run" / "a-rank3.trace.json", rank=3)
     trace.slice("model", "forward", 0.5, 1.0, layer=3)
-    trace.span("disk", "read", 0.6, 0.7)
-    trace.span("disk", "write", 0.65, 0.9, bytes=5)
-    trace.counter("bytes", 0.5, {"host": 10, "disk": 20})
+    trace.slice("disk", "read", 0.6, 0.7)
     trace.flush()
     events = json.loads((tmp_path / "run" / "a-rank3.trace.json").read_text() + "]")
     assert events == read_traces(tmp_path / "run")
     assert {event["pid"] for event in events} == {3}
     assert events[0]["args"] == {"name": "rank 3"}
-    (forward,) = [event for event in events if event["ph"] == "X"]
+    forward, _ = [event for event in events if event["ph"] == "X"]
     assert (forward["ts"], forward["dur"], forward["args"]) == (500_000.0, 500_000.0, {"layer": 3})
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names == {1: "model", 2: "disk"}
-    spans = [event for event in events if event["ph"] in "be"]
-    assert [event["id"] for event in spans] == ["3.1", "3.1", "3.2", "3.2"]
-    assert {event["cat"] for event in spans} == {"disk"}
-    (counted,) = [event for event in events if event["ph"] == "C"]
-    assert counted["args"] == {"host": 10, "disk": 20}
 
 
 def test_a_trace_that_a_kill_cut_off_is_read_up_to_its_last_whole_event(tmp_path):
     path = tmp_path / "a-rank0.trace.json"
     trace = Trace(path, rank=0)
     for number in range(300):  # more than are written at once
-        trace.counter("bytes", number, {"host": number})
+        trace.slice("model", "forward", number, number + 1)
     written = read_traces(tmp_path)
-    assert 100 < len(written) < 301
+    assert 100 < len(written) < 302
     path.write_text(path.read_text()[:-10])
     assert read_traces(tmp_path) == written[:-1]
-    path.write_text(path.read_text().replace('"ph": "C"', '"ph": "C', 1))
-    with pytest.raises(ConfigError, match=r"Line 3 of '.*' is no event of a trace"):
+    path.write_text(path.read_text().replace('"ph": "X"', '"ph": "C', 1))
+    with pytest.raises(ConfigError, match=r"Line 4 of '.*' is no event of a trace"):
         read_traces(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds no \*-rank\*\.trace\.json. Name a folder of `watch_memory`"):
+    with pytest.raises(ConfigError, match=r"holds no \*-rank\*\.trace\.json. Name that of `Hybrid"):
         read_traces(tmp_path / "other")
 
 

@@ -5,6 +5,7 @@ import http.client
 import http.server
 import importlib.util
 import os
+import re
 import socket
 import socketserver
 import subprocess
@@ -115,6 +116,11 @@ class Proxy:
             if begin >= end:
                 count, end = count + 1, until
         return count
+
+    def uploads(self, start=""):
+        """Return the keys below ``start`` of uploads that were begun and have not ended."""
+        with urllib.request.urlopen(f"{self.url}/bucket?uploads") as answer:
+            return [key for key in re.findall("<Key>(.*?)</Key>", answer.read().decode()) if key.startswith(start)]
 
     def fault_of(self, method, path, wanted):
         with self._lock:

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from booster_core import Booster, shutdown
 from booster_core.errors import ConfigError
@@ -21,7 +20,7 @@ from booster_runtime import train_batch
 from booster_runtime.lazy import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
-from booster_tools import choose_plugin
+from booster_tools import TrainingFunctions, choose_plugin
 from booster_tools.planning import Candidate, TrainingStep, measure, shares_of
 from booster_tools.planning.candidates import candidates
 
@@ -36,34 +35,40 @@ def mlp():
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
 
-def pairs():
-    values = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(values, values.flip(0)), batch_size=4, shuffle=True)
+def samples():
+    values = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    return {"input": values, "target": values.flip(0)}
 
 
 def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def chosen_for(budget, criterion=nn.functional.mse_loss):
+def built():
     model = mlp()
-    return choose_plugin(model, optimizer_of(model), criterion, pairs(), memory_budget_bytes=budget)
+    return model, optimizer_of(model)
+
+
+def loss_of(outputs, batch):
+    return nn.functional.mse_loss(outputs, batch["target"])
+
+
+MLP = TrainingFunctions(built, samples, loss_of)
+
+
+def chosen_for(budget, functions=MLP, **options):
+    return choose_plugin(functions, memory_budget_bytes=budget, **options)
 
 
 def trained(plugin=None, budget=None):
-    """Return the plugin, the parameters after an epoch, and the random state before it; `budget` lets it be chosen."""
+    """Return the plugin, the parameters after some steps, and the random state before; `budget` lets it be chosen."""
     torch.manual_seed(7)
-    model, loader, criterion = mlp(), pairs(), nn.functional.mse_loss
-    optimizer = optimizer_of(model)
-    if plugin is None:
-        plugin = choose_plugin(model, optimizer, criterion, loader, memory_budget_bytes=budget)
-    booster = Booster(plugin=plugin)
-    model, optimizer, criterion, loader, _ = booster.boost(model, optimizer, criterion, loader)
+    plugin = chosen_for(budget) if plugin is None else plugin
     state = torch.get_rng_state()
-    for inputs, targets in loader:
-        booster.backward(criterion(model(inputs), targets), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(*built())
+    for _ in range(3):
+        train_batch(booster, iter([samples()]), model, loss_of, optimizer)
     counted = torch.ones(1)
     dist.all_reduce(counted)  # by the process group that there was before
     assert counted.item() == dist.get_world_size()
@@ -87,12 +92,7 @@ def test_one_rank_trains_as_under_the_plugin_that_was_chosen():
 
 
 def peak_of(plugin, options):
-    def build():
-        model = mlp()
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    share = shares_of(lambda: torch.zeros(8, WIDTH))
-    step = TrainingStep(build=build, share=share, criterion=lambda outputs, _: outputs.square().mean())
+    step = TrainingStep(build=built, share=shares_of(samples), criterion=loss_of)
     return measure(step, load(plugin)(**options)).peak_bytes
 
 
@@ -110,19 +110,12 @@ def too_small():
     chosen_for(MIB)
 
 
-def without_loader():
-    model = mlp()
-    choose_plugin(model, optimizer_of(model), memory_budget_bytes=MIB)
-
-
 def without_loss():
-    chosen_for(64 * MIB, criterion=None)
+    chosen_for(64 * MIB, TrainingFunctions(built, samples))
 
 
-def boosted_before():
-    booster, model = Booster(plugin="ddp"), mlp()
-    model, optimizer, *_ = booster.boost(model, optimizer_of(model))
-    choose_plugin(model, optimizer, dataloader=pairs(), memory_budget_bytes=MIB)
+def objects_on_one_rank():
+    chosen_for(64 * MIB, mlp() if dist.get_rank() else MLP)
 
 
 def no_number_on_one_rank():
@@ -138,14 +131,11 @@ def other_budgets():
 
 
 def unknown_device_on_one_rank():
-    model = mlp()
-    device = "cpuu" if dist.get_rank() else None
-    choose_plugin(model, optimizer_of(model), None, pairs(), memory_budget_bytes=MIB, device=device)
+    chosen_for(MIB, device="cpuu" if dist.get_rank() else None)
 
 
 def unknown_precision():
-    model = mlp()
-    choose_plugin(model, optimizer_of(model), None, pairs(), memory_budget_bytes=MIB, mixed_precision="bf61")
+    chosen_for(MIB, mixed_precision="bf61")
 
 
 @pytest.mark.parametrize(
@@ -155,9 +145,7 @@ def unknown_precision():
             too_small,
             r"plugin trains this model within `memory_budget_bytes=1048576`.*Nearest is \w+\(.*MiB",
         ),
-        (without_loader, "`choose_plugin` .* got no data loader"),
-        (without_loss, "could plan no training step.*could not compute a loss as it guessed.*Pass a criterion"),
-        (boosted_before, "This `Sequential` is already boosted"),
+        (without_loss, "could plan no training step.*loss"),
         (no_number_on_one_rank, "`memory_budget_bytes='7 MiB'` is no positive number of bytes"),
         (no_positive_number, "`memory_budget_bytes=0` is no positive number of bytes"),
         (
@@ -172,21 +160,31 @@ def test_what_is_missing_is_named_on_every_rank(function, message):
     expect_on_ranks(ConfigError, message, function, 2, **PATIENT)
 
 
+def test_objects_in_the_place_of_functions_are_refused_on_every_rank():
+    expect_on_ranks(TypeError, r"takes `TrainingFunctions\(.*got `Sequential`", objects_on_one_rank, 2, **PATIENT)
+
+
 def lazy_llama():
     with LazyInitContext():
         model = tiny_llama()
-    tokens = torch.arange(16 * 8).reshape(16, 8) % 64
-    loader = DataLoader([{"input_ids": each, "labels": each} for each in tokens], batch_size=2)
-    optimizer = optimizer_of(model)
-    plugin = choose_plugin(model, optimizer, dataloader=loader, memory_budget_bytes=512 * MIB, mixed_precision="bf16")
+    return model, optimizer_of(model)
+
+
+def of_tokens():
+    tokens = torch.arange(4 * 8).reshape(4, 8) % 64
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def train_lazily():
+    plugin = chosen_for(512 * MIB, TrainingFunctions(lazy_llama, of_tokens), mixed_precision="bf16")
     booster = Booster(mixed_precision="bf16", plugin=plugin)
-    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
-    loss = train_batch(booster, iter(loader), model, None, optimizer)
+    model, optimizer, *_ = booster.boost(*lazy_llama())
+    loss = train_batch(booster, iter([of_tokens()]), model, None, optimizer)
     return plugin.name, booster.context.precision.name, bool(loss.isfinite())
 
 
 def test_a_lazy_model_that_computes_its_own_loss():
-    found = run_on_ranks(lazy_llama, 2, **PATIENT)
+    found = run_on_ranks(train_lazily, 2, **PATIENT)
     assert found[0] == found[1]
     assert found[0][1:] == ("bf16", True)
 
@@ -203,22 +201,25 @@ def test_a_group_of_one_is_started_where_nothing_was_launched():
 
 SCRIPT = """
 import sys, torch
-from torch.utils.data import DataLoader, TensorDataset
 from booster_core import Booster, launch_from_torch
-from booster_tools import choose_plugin
+from booster_runtime import train_batch
+from booster_tools import TrainingFunctions, choose_plugin
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+def batch():
+    return torch.randn(8, 256)
+
+def loss(outputs, batch):
+    return outputs.square().mean()
 
 launch_from_torch()
-model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-loader = DataLoader(TensorDataset(torch.randn(16, 256), torch.randn(16, 256)), batch_size=4)
-criterion = torch.nn.functional.mse_loss
-booster = Booster(plugin=choose_plugin(model, optimizer, criterion, loader, memory_budget_bytes=7 * 2**20))
-model, optimizer, criterion, loader, _ = booster.boost(model, optimizer, criterion, loader)
-for inputs, targets in loader:
-    loss = criterion(model(inputs), targets)
-    booster.backward(loss, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
+booster = Booster(plugin=choose_plugin(TrainingFunctions(build, batch, loss), memory_budget_bytes=7 * 2**20))
+model, optimizer, *_ = booster.boost(*build())
+for _ in range(2):
+    train_batch(booster, iter([batch()]), model, loss, optimizer)
 booster.save_model(model, sys.argv[1])
 booster.context.coordinator.print_on_master("trained under", booster.plugin.name)
 """

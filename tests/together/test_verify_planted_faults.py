@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
 
-from booster_core import Booster
 from booster_core.errors import BoosterError, ConfigError, GradientError
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
@@ -27,7 +25,7 @@ from booster_hybrid.probe.probe import CheckedPolicy
 from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyStack
-from booster_tools import TrainingFunctions, verify, verify_objects
+from booster_tools import TrainingFunctions, verify
 from booster_zero import LowLevelZeroPlugin
 from booster_zero.gathering.saved_uses import SavedUses
 
@@ -388,10 +386,14 @@ def test_a_planted_fault_is_found_and_the_tensor_is_named(name):
         assert ("gradient", FAULTS[name][-1]) in found
 
 
-def with_weights(samples):
-    """Put the weights of eight classes into each batch."""
-    x, y = zip(*samples, strict=True)
-    return {"x": torch.stack(x), "y": torch.tensor(y), "weights": torch.arange(1.0, 9.0)}
+def build_stack():
+    model = Stack()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def with_class_weights():
+    """Return samples with the weights of eight classes among them."""
+    return {"x": drawn(8, WIDTH), "y": torch.arange(8) % 4, "weights": torch.arange(1.0, 9.0)}
 
 
 def weighted(outputs, batch):
@@ -409,12 +411,8 @@ def without_checks_of_entries():
 
 
 def verify_weighted(plant):
-    loader = DataLoader([(row, index % 4) for index, row in enumerate(drawn(16, WIDTH))], 8, collate_fn=with_weights)
-    torch.manual_seed(0)
-    model = Stack()
     with plant():
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        verify_objects(Booster(plugin=pipeline()), model, optimizer, weighted, loader)
+        verify(TrainingFunctions(build_stack, with_class_weights, weighted), pipeline()).check()
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_tools.flops import MORE_FORMULAS
 from booster_tools.tracking import (
-    GradientNorm,
     JsonLines,
-    ProgressBar,
     Throughput,
     Tracker,
     read_json_lines,
@@ -96,23 +94,18 @@ def test_a_known_device_has_the_peak_of_its_precision(monkeypatch):
     assert throughput.known_peak_flops(device, is_narrow=True) is None
 
 
-def test_a_loop_that_does_not_clip_has_a_norm_and_trains_as_before(tmp_path):
-    states = []
-    for has_meter in (False, True):
-        torch.manual_seed(0)
-        booster, model, optimizer = boosted(Net())
-        meters = [GradientNorm(optimizer)] if has_meter else []
-        with track(optimizer, JsonLines(tmp_path / f"{has_meter}.jsonl"), meters=meters):
-            train(booster, model, optimizer, [torch.arange(12).view(2, 6)] * 2)
-        states.append(model.state_dict())
-        assert not optimizer.before_step
-    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+def test_a_loop_that_does_not_clip_may_ask_for_the_norm(tmp_path):
     torch.manual_seed(0)
-    plain = Net()
-    plain(torch.arange(12).view(2, 6)).square().mean().backward()
-    expected = torch.nn.utils.get_total_norm([each.grad for each in plain.parameters()])
-    assert read_json_lines(tmp_path / "True.jsonl")[0]["grad_norm"] == pytest.approx(float(expected))
-    assert "grad_norm" not in read_json_lines(tmp_path / "False.jsonl")[0]
+    booster, model, optimizer = boosted(Net())
+    with track(optimizer, JsonLines(tmp_path / "a.jsonl")):
+        booster.backward(model(torch.arange(12).view(2, 6)).square().mean(), optimizer)
+        norm = float(optimizer.grad_norm())
+        optimizer.step()
+        optimizer.zero_grad()
+        train(booster, model, optimizer, [torch.arange(12).view(2, 6)])
+    first, second = read_json_lines(tmp_path / "a.jsonl")
+    assert first["grad_norm"] == norm > 0
+    assert "grad_norm" not in second
 
 
 class Configured(Tracker):
@@ -140,24 +133,12 @@ def test_settings_go_to_trackers_that_show_them(tmp_path):
     assert tracker.heard == [3, {"lr": 0.1}, ["lr", "seconds"], "closed"]
 
 
-def test_a_bar_shows_steps_and_values(capsys):
-    pytest.importorskip("tqdm", reason="the bar needs tqdm: pip install tqdm")
-    booster, model, optimizer = boosted(Net())
-    with track(optimizer, ProgressBar(4, names=["lr"]), step=2):
-        train(booster, model, optimizer, [torch.zeros(2, 6, dtype=torch.long)] * 2)
-    text = capsys.readouterr().err
-    assert "4/4" in text
-    assert "lr=0.1" in text
-
-
 def test_what_can_not_be_measured_is_refused():
     booster, model, optimizer = boosted(Net())
     with pytest.raises(TypeError, match=r"needs the model returned by `Booster.boost`; got `Net`"):
         Throughput(booster, Net())
     with pytest.raises(ConfigError, match=r"`peak_flops=0` is no number"):
         Throughput(booster, model, peak_flops=0)
-    with pytest.raises(TypeError, match="needs the optimizer returned"):
-        GradientNorm(torch.optim.SGD(Net().parameters()))
     with pytest.raises(TypeError, match="A meter is an object such as"):
         track(optimizer, meters=[JsonLines("a.jsonl")])
 

@@ -1,4 +1,4 @@
-"""``booster trace``: one file of the ranks' traces, peaks of memory, and the idle shares of a known schedule."""
+"""``booster trace``: one file of the ranks' traces, and the idle shares of a known schedule."""
 
 import json
 
@@ -41,14 +41,6 @@ def test_the_last_batch_is_the_one_that_all_ranks_ended_from_its_first_begin(tmp
     write(tmp_path, 0)
     write(tmp_path, 1, batches=1, late=0.5)
     assert trace(tmp_path)[1][1:] == ["rank 0: idle 50.0% of 6 s", "rank 1: idle 50.0% of 6 s"]
-
-
-def test_the_peak_is_that_of_the_sum_of_a_counter(tmp_path):
-    memory = Trace(tmp_path / "memory-rank0.trace.json", rank=0)
-    for at, param, grad in ((0.0, 1024, 0), (1.0, 1024, 2048), (2.0, 2048, 0)):
-        memory.counter("bytes in cpu", at, {"param": param, "grad": grad})
-    memory.flush()
-    assert trace(tmp_path)[1][1:] == ["rank 0: bytes in cpu: at most 3 KiB"]
 
 
 def test_a_folder_without_traces_is_refused(tmp_path):

@@ -17,7 +17,6 @@ from booster_testing.reference import ReferencePlugin
 from booster_tools.tracking import (
     JsonLines,
     MLflow,
-    ProgressBar,
     Stragglers,
     TensorBoard,
     Tracker,
@@ -157,7 +156,6 @@ def test_trackers_are_closed_where_one_does_not_start(tmp_path):
         (WeightsAndBiases(), "wandb"),
         (MLflow(), "mlflow"),
         (Trackio(), "trackio"),
-        (ProgressBar(), "tqdm.auto"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -90,9 +90,9 @@ TARGETS = {
         ("read_into", "read_error"),
     ),
     "checkpoint/strided": Target(
-        "booster_checkpoint.save.strided",
+        "booster_checkpoint.save.in_place",
         ("checkpoint/test_strided_boxes.py",),
-        ("write_strided",),
+        ("write_box",),
     ),
     # the size of chunks
     "gemini/search": Target(

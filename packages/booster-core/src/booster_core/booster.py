@@ -119,8 +119,8 @@ class Booster:
         self.device_placement = device_placement
         if plugin == "auto":
             msg = (
-                "`plugin='auto'` names no plugin. Pass what `booster_tools.choose_plugin(model, optimizer, criterion, "
-                "dataloader, memory_budget_bytes=...)` returns: the fastest installed one that fits."
+                "`plugin='auto'` names no plugin. Pass what `booster_tools.choose_plugin(TrainingFunctions(build, "
+                "batch, loss), memory_budget_bytes=...)` returns: the fastest installed one that fits."
             )
             raise ConfigError(msg)
         settings = RunSettings.of_this_run().left_by(plugin, mixed_precision)

@@ -1,25 +1,25 @@
 """`PlainCheckpointIO`: what a `Booster` of one process saves and loads with where no other engine is installed.
 
-Files are those of booster-checkpoint, whose engine reads all that is written here; what one process wrote by that
-engine is read here. What needs more than one process and one file, such as the steps of a run, raises, and names the
-distribution that has it. How files look is in `booster_core.plain_files`.
+Files are those of booster-checkpoint, whose engine reads all that is written here; a file that one process wrote by
+that engine is read here. What needs more than one process and one file, such as the steps of a run, raises, and names
+the distribution that has it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from booster_core.checkpoint_io import (
-    CheckpointIO,
-    LoadRequest,
-    ModelFiles,
-    ModelState,
-    resolved,
-)
-from booster_core.errors import CheckpointError, ConfigError, needs_checkpoint
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from booster_core.checkpoint_io import CheckpointIO, LoadRequest, ModelState
+from booster_core.errors import CheckpointError, ConfigError, needs_checkpoint, shorten
 from booster_core.matching import (
     Expectation,
     check_same_parameters,
@@ -28,31 +28,34 @@ from booster_core.matching import (
     listed_states,
     states_by_parameter,
 )
-from booster_core.plain_files import SUFFIX, TensorFiles, decoded, host_copy, write_json, write_tensors
 from booster_core.state import (
     OptimizerInfo,
+    TensorMeta,
     check_model_is_saved_whole,
     check_optimizer_is_saved_whole,
-    copy_part,
+    decode_json,
     encode_json,
     has_adapters,
     read_json,
     scheduler_from_json,
     scheduler_to_json,
+    tensor_references,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    import torch
+    from torch import Tensor
     from torch.optim.lr_scheduler import LRScheduler
-    from typing_extensions import Self
 
     from booster_core.checkpoint_io import LoadedCheckpoint, LoadReport, SaveRequest, TrainingState
     from booster_core.state import StateAdapter, TensorShard
 
-_MODEL, _OPTIMIZER = "model", "optimizer"
+_SUFFIX = ".safetensors"
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_VALUES = "booster."
+"""Begins the entries of a file's metadata that hold values of ours."""
 _ONLY = {
     "shard": False,
     "gather_dtensor": True,
@@ -75,30 +78,24 @@ class PlainCheckpointIO(CheckpointIO):
         path = self._file(request)
         module: Any = state.module
         is_pretrained = callable(getattr(module, "save_pretrained", None)) and not has_adapters(module)
-        if is_pretrained and path.suffix not in (SUFFIX, *_TORCH_SUFFIXES):
+        if is_pretrained and path.suffix not in (_SUFFIX, *_TORCH_SUFFIXES):
             why = needs_checkpoint(f"A folder '{path}' as `from_pretrained` reads it is written")
-            msg = f"{why} Or pass '{path}{SUFFIX}', to write one file."
+            msg = f"{why} Or pass '{path}{_SUFFIX}', to write one file."
             raise ConfigError(msg)
         _write_model(path, state)
 
     def load_model(self, state: ModelState, request: LoadRequest) -> LoadReport:
-        return _load_model(state, TensorFiles.at(self._path(request), _MODEL), request)
-
-    @classmethod
-    def open_model(cls, path: str | Path, model: nn.Module | None = None, *, dequantized: bool = False) -> ModelFiles:
-        del model  # conversions of names are booster-checkpoint's
-        if dequantized:
-            raise ConfigError(needs_checkpoint("Quantized weights are read"))
-        return _PlainModelFiles(_on_disk(resolved(path)))
+        return _load_model(state, _File.at(self._path(request), "model"), request)
 
     def save_optimizer(self, state: StateAdapter, request: SaveRequest) -> None:
         _write_optimizer(self._file(request), state)
 
     def load_optimizer(self, state: StateAdapter, request: LoadRequest) -> None:
-        _load_optimizer(state, TensorFiles.at(self._path(request), _OPTIMIZER))
+        _load_optimizer(state, _File.at(self._path(request), "optimizer"))
 
     def save_lr_scheduler(self, scheduler: LRScheduler, request: SaveRequest) -> None:
-        write_json(self._path(request), scheduler_to_json(scheduler))
+        with _replacing(self._path(request)) as temporary:
+            temporary.write_text(json.dumps(scheduler_to_json(scheduler), indent=1) + "\n", encoding="utf-8")
 
     def load_lr_scheduler(self, scheduler: LRScheduler, request: LoadRequest) -> None:
         path = self._path(request)
@@ -127,7 +124,11 @@ class PlainCheckpointIO(CheckpointIO):
 
     def _path(self, request: SaveRequest | LoadRequest) -> Path:
         """Return a request's path, if the request asks for nothing that only booster-checkpoint does."""
-        path = self._local(request.path, request.call)
+        path = request.path
+        if self.context.coordinator.world_size > 1:
+            raise CheckpointError(needs_checkpoint(f"`{request.call}` of several ranks is done"))
+        if not isinstance(path, Path):
+            raise CheckpointError(needs_checkpoint(f"URLs, such as '{path}', are written and read"))
         for option, only in _ONLY.items():
             asked = getattr(request, option, only)
             if asked != only and (asked or only):
@@ -142,38 +143,6 @@ class PlainCheckpointIO(CheckpointIO):
             msg = f"Checkpoint path '{path}' is a folder, but this call writes a file there. Pass another path."
             raise CheckpointError(msg)
         return path
-
-    def _local(self, path: str | Path, call: str) -> Path:
-        if self.context.coordinator.world_size > 1:
-            raise CheckpointError(needs_checkpoint(f"`{call}` of several ranks is done"))
-        return _on_disk(path)
-
-
-class _PlainModelFiles(ModelFiles):
-    """Files of safetensors, which the system reads where values are used."""
-
-    def __init__(self, path: Path) -> None:
-        files = TensorFiles.at(path, _MODEL)
-        super().__init__(path, files.metas(), files.values)
-        self._open: dict[str, Tensor] = {}
-
-    def __enter__(self) -> Self:
-        files = TensorFiles.at(Path(self.path), _MODEL)
-        self._check_unchanged(self.tensors, files.metas())
-        self._open = files.tensors
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open = {}
-
-    def read(self, name: str, shard: TensorShard) -> None:
-        copy_part(self._open[name], shard)
-
-
-def _on_disk(path: str | Path) -> Path:
-    if not isinstance(path, Path):
-        raise CheckpointError(needs_checkpoint(f"URLs, such as '{path}', are written and read"))
-    return path
 
 
 def _whole(shard: TensorShard) -> Tensor:
@@ -190,45 +159,146 @@ def _write_model(path: Path, state: ModelState) -> None:
     tensors: dict[str, Tensor] = {}
     for shard in adapter.export_shards(dtype) if isinstance(dtype, Mapping) else adapter.model_shards():
         at = dtype.get(shard.name) if isinstance(dtype, Mapping) else dtype
-        tensors[shard.name] = host_copy(_whole(shard), at if shard.dtype.is_floating_point else None)
+        tensors[shard.name] = _host_copy(_whole(shard), at if shard.dtype.is_floating_point else None)
     inside: dict[str, Tensor] = {}
     values = {name: encode_json(value, name, inside) for name, value in adapter.extra_state().items()}
-    write_tensors(path, tensors | {key: host_copy(tensor) for key, tensor in inside.items()}, values)
+    _write(path, tensors | {key: _host_copy(tensor) for key, tensor in inside.items()}, values)
 
 
-def _load_model(state: ModelState, files: TensorFiles, request: LoadRequest) -> LoadReport:
-    adapter, metas = state.adapter, files.metas()
+def _load_model(state: ModelState, file: _File, request: LoadRequest) -> LoadReport:
+    adapter, metas = state.adapter, file.metas()
     extra = tuple(adapter.extra_state())
-    report, homes = compare(metas, files.values, Expectation.of(adapter, extra))
+    report, homes = compare(metas, file.values, Expectation.of(adapter, extra))
     if request.strict and not report.is_complete:
-        msg = f"'{files.path}' does not fit the model. {report.problems()} Pass `strict=False` to load what fits."
+        msg = f"'{file.path}' does not fit the model. {report.problems()} Pass `strict=False` to load what fits."
         raise CheckpointError(msg)
     for shard in adapter.model_targets({name: metas[key] for name, key in homes.items()}):
         if shard.key in homes:
-            _whole(shard).copy_(files.tensors[homes[shard.key]])
-    stored = {name: {"$tensor": name} for name in extra if name in files.tensors} | files.values
-    adapter.load_extra_state({name: decoded(stored[name], files.tensors) for name in extra if name in stored})
+            _whole(shard).copy_(file.tensors[homes[shard.key]])
+    stored = {name: {"$tensor": name} for name in extra if name in file.tensors} | file.values
+    adapter.load_extra_state({name: _decoded(stored[name], file.tensors) for name in extra if name in stored})
     adapter.finish_load(model=True, optimizer=False)
     return report
 
 
 def _write_optimizer(path: Path, adapter: StateAdapter) -> None:
     check_optimizer_is_saved_whole(adapter)
-    tensors = {shard.key: host_copy(_whole(shard)) for shard in adapter.optimizer_shards()}
-    write_tensors(path, tensors, {"optimizer": OptimizerInfo.of(adapter).to_json()})
+    tensors = {shard.key: _host_copy(_whole(shard)) for shard in adapter.optimizer_shards()}
+    _write(path, tensors, {"optimizer": OptimizerInfo.of(adapter).to_json()})
 
 
-def _load_optimizer(adapter: StateAdapter, files: TensorFiles) -> None:
-    groups, metas = files.path / "param_groups.json", files.metas()
-    if "optimizer" not in files.values and not groups.is_file():
-        msg = f"'{files.path}' holds no optimizer checkpoint: it comes without parameter groups ('{groups.name}')."
+def _load_optimizer(adapter: StateAdapter, file: _File) -> None:
+    metas = file.metas()
+    if "optimizer" not in file.values:
+        msg = f"'{file.path}' holds no optimizer that `save_optimizer` wrote: it has no groups."
         raise CheckpointError(msg)
-    saved = OptimizerInfo.from_json(files.values.get("optimizer") or read_json(groups), str(files.path))
+    saved = OptimizerInfo.from_json(file.values["optimizer"], str(file.path))
     here = OptimizerInfo.of(adapter)
-    check_same_parameters(files.path, saved, here)
-    adapter.prepare_optimizer_load(states_by_parameter(files.path, metas, here), saved.scalars, saved.groups)
-    check_states(files.path, metas, [listed_states(adapter, metas)])
+    check_same_parameters(file.path, saved, here)
+    adapter.prepare_optimizer_load(states_by_parameter(file.path, metas, here), saved.scalars, saved.groups)
+    check_states(file.path, metas, [listed_states(adapter, metas)])
     for shard in adapter.optimizer_shards():
-        if shard.key in files.tensors:
-            _whole(shard).copy_(files.tensors[shard.key])
+        if shard.key in file.tensors:
+            _whole(shard).copy_(file.tensors[shard.key])
     adapter.finish_load(model=False, optimizer=True)
+
+
+class _File(NamedTuple):
+    """What a file of a checkpoint holds.
+
+    Args:
+        path: The file, or its folder.
+        tensors: By name, on the host.
+        values: What is no tensor, as encoded JSON.
+    """
+
+    path: Path
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+
+    @classmethod
+    def at(cls, path: Path, stem: str) -> _File:
+        """Read a file, or the one of a folder that this engine or booster-checkpoint wrote.
+
+        Raises:
+            CheckpointError: If there is no such file, or it is damaged.
+        """
+        home = path
+        if not path.is_file():
+            with _file_errors(path, "read"):
+                names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+            home = path / f"{stem}{_SUFFIX}"
+            if f".{home.name}.index.json.interrupted" in names:
+                msg = f"A save into '{path}' was interrupted, so its files may be of two saves. Save again."
+                raise CheckpointError(msg)
+            if home.name not in names:
+                found = f"there is {shorten(names)}" if names else "there is nothing"
+                msg = f"'{path}' is no folder of one '{home.name}': {found}. {needs_checkpoint('Other forms are read')}"
+                raise CheckpointError(msg)
+        try:
+            with safe_open(home, framework="pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
+                metadata = file.metadata() or {}
+            values = {
+                key.removeprefix(_VALUES): json.loads(text) for key, text in metadata.items() if key.startswith(_VALUES)
+            }
+        except (OSError, SafetensorError, ValueError, RecursionError) as error:
+            msg = f"'{home}' cannot be read as safetensors: {error}. {needs_checkpoint('Other forms are read')}"
+            raise CheckpointError(msg) from error
+        return cls(path, tensors, values)
+
+    def metas(self) -> dict[str, TensorMeta]:
+        """Return shape and element type of each tensor."""
+        return {key: TensorMeta(shape=tuple(values.shape), dtype=values.dtype) for key, values in self.tensors.items()}
+
+
+def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a value, with tensors of its own."""
+    return decode_json(value, {key: tensors[key].clone() for key in tensor_references(value) if key in tensors})
+
+
+def _host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a copy of values on the host, whose memory is its own; in another element type, if one is given."""
+    return tensor.detach().to("cpu", dtype or tensor.dtype, copy=True).contiguous()
+
+
+@contextlib.contextmanager
+def _file_errors(path: Path, verb: str) -> Iterator[None]:
+    """Raise what fails in the body as a `CheckpointError` that names a path, and says that it can't be ``verb``."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        msg = f"'{path}' cannot be {verb}: {reason}."
+        raise CheckpointError(msg) from error
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Give the name of a temporary file, which takes the place of ``path``, durably, if the body succeeds."""
+    temporary = path.with_name(f".{path.name}.tmp")  # the next save replaces what a killed one left
+    try:
+        with _file_errors(path, "written"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            _sync(temporary)
+            temporary.replace(path)
+            _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, last through a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Replace a file by one of tensors on the host and of encoded JSON; it is as it was if that fails."""
+    metadata = {"format": "pt", **{_VALUES + name: json.dumps(value) for name, value in values.items()}}
+    with _replacing(path) as temporary:
+        save_file(tensors, temporary, metadata)

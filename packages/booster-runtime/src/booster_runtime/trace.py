@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
 __all__ = ["Trace", "read_trace", "read_traces"]
@@ -26,8 +26,7 @@ class Trace:
     """Writes a rank's events, on tracks, to a file.
 
     Times are those of ``time.time()``, so that the traces of ranks can be shown together. A *slice* is one activity of
-    a track; slices of a track follow each other or nest. A *span* may overlap others. A *counter* is one value, or
-    several stacked values, over time.
+    a track; slices of a track follow each other or nest.
 
     Args:
         path: The file; another one of that name is replaced, and its folder is made.
@@ -39,24 +38,12 @@ class Trace:
         self._path, self._rank = path, rank
         self._lines: list[str] = []
         self._tracks: dict[str, int] = {}
-        self._num_spans = 0
         event = {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
         path.write_text(f"[\n{json.dumps(event)}", encoding="utf-8")
 
     def slice(self, track: str, name: str, start: float, end: float, **args: Any) -> None:
         """Add one activity of a track, from ``start`` to ``end``."""
         self._add("X", track, name, start, dur=(end - start) * _MICROSECONDS, args=args)
-
-    def span(self, track: str, name: str, start: float, end: float, **args: Any) -> None:
-        """Add an activity from ``start`` to ``end`` that may overlap others of the track."""
-        self._num_spans += 1
-        number = f"{self._rank}.{self._num_spans}"
-        self._add("b", track, name, start, cat=track, id=number, args=args)
-        self._add("e", track, name, end, cat=track, id=number)
-
-    def counter(self, name: str, at: float, values: Mapping[str, float]) -> None:
-        """Say which values a counter has from a moment on."""
-        self._write({"ph": "C", "name": name, "pid": self._rank, "tid": 0, "ts": at * _MICROSECONDS, "args": values})
 
     def flush(self) -> None:
         """Write the events that are not written yet."""
@@ -88,10 +75,7 @@ def read_traces(folder: Path) -> list[dict[str, Any]]:
     """
     paths = sorted(folder.glob("*-rank*.trace.json"))
     if not paths:
-        msg = (
-            f"'{folder}' holds no *-rank*.trace.json. Name a folder of `watch_memory`, or of "
-            "`HybridParallelPlugin(pipeline_record=...)`."
-        )
+        msg = f"'{folder}' holds no *-rank*.trace.json. Name that of `HybridParallelPlugin(pipeline_record=...)`."
         raise ConfigError(msg)
     return [event for path in paths for event in read_trace(path)]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from booster_tools.planning import choose_plugin, plan
     from booster_tools.profiling import profile
     from booster_tools.tracking import track
-    from booster_tools.verification import verify, verify_objects
+    from booster_tools.verification import verify
 
 __all__ = [
     "BatchSize",
@@ -32,7 +32,6 @@ __all__ = [
     "profile",
     "track",
     "verify",
-    "verify_objects",
 ]
 
 __getattr__, __dir__ = public_names(
@@ -46,6 +45,6 @@ __getattr__, __dir__ = public_names(
         ".planning": ["choose_plugin", "plan"],
         ".profiling": ["profile"],
         ".tracking": ["track"],
-        ".verification": ["verify", "verify_objects"],
+        ".verification": ["verify"],
     },
 )

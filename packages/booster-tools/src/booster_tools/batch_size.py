@@ -174,7 +174,7 @@ def _try(
 
 def _step_of(functions: TrainingFunctions) -> Callable[..., object]:
     """Return a training step on one batch."""
-    losses = Losses.by_criterion(functions.loss or loss_of_outputs, drops_entries=True)
+    losses = Losses.by_criterion(functions.loss or loss_of_outputs)
 
     def step(booster: Booster, model: nn.Module, optimizer: OptimizerWrapper, batch: Any) -> None:
         loss, _ = losses.forward(model, batch)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingFunctions:
-    """The functions that `verify`, `plan` and `find_batch_size` train with, and that commands take from a script.
+    """The functions that `verify`, `plan`, `choose_plugin` and `find_batch_size` train with, also by commands.
 
     Args:
         build: Returns ``(model, optimizer)``, new ones at each call and with the same weights under the same seed.

@@ -1,12 +1,8 @@
-"""A training on copies or stand-ins of a script's objects, which leaves them and the random state as they are.
-
-What `verify`, plans and `find_batch_size` share.
-"""
+"""What `verify`, plans and `find_batch_size` share: trainings that leave no trace on the one that follows."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,21 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import IterableDataset
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, as_tuple, check_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
 
     from booster_core.plugin import Plugin
 
-_RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _DROPOUT_ATTRIBUTES = ("dropout", "drop_prob", "drop_path", "layerdrop", "drop_rate")
 
 
@@ -54,22 +46,6 @@ def check_trains_alone(plugin: Plugin) -> None:
             f"one rank does not have. Use {plugin.what_to_plan()}."
         )
         raise ConfigError(msg)
-
-
-def first_of(loader: Iterable[Any], *, what: str) -> Any:
-    """Return the first batch of a loader.
-
-    Args:
-        loader: A copy of the user's.
-        what: Who takes it, for messages.
-
-    Raises:
-        ConfigError: If it has none.
-    """
-    for batch in loader:
-        return batch
-    msg = f"{what} takes the data loader's first batch, and the loader has none."
-    raise ConfigError(msg)
 
 
 def built(build: Callable[[], tuple[Any, ...]]) -> tuple[nn.Module, Optimizer]:
@@ -110,118 +86,6 @@ def share_of(batch: Any, index: int, size: int) -> Any:
         return tensor[index * length : (index + 1) * length] if tensor.dim() else tensor
 
     return pytree.tree_map_only(Tensor, cut, batch)
-
-
-def checked_objects(objects: Boosted, dataloader: Any, *, what: str) -> Boosted:
-    """Return the objects that a script will boost, with the loader to take a batch from, after a check of all.
-
-    Args:
-        objects: Model, optimizer and criterion.
-        dataloader: As for `Booster.boost`; of several loaders the first is taken.
-        what: Who takes a batch, for messages.
-
-    Raises:
-        TypeError: If an object is of another type.
-        ConfigError: If `boost` would refuse them, or the optimizer or the loader is missing.
-    """
-    check_arguments(objects._replace(dataloader=dataloader))
-    objects = objects._replace(dataloader=next(iter(as_tuple(dataloader)), None))
-    if objects.optimizer is None or objects.dataloader is None:
-        missing = "optimizer" if objects.optimizer is None else "data loader"
-        msg = (
-            f"{what} needs the optimizer, and the data loader for a first batch; it got no {missing}. Pass it as to "
-            "`boost`."
-        )
-        raise ConfigError(msg)
-    return objects
-
-
-def copied(
-    model: nn.Module,
-    optimizer: Optimizer,
-    memo: dict[int, Any] | None = None,
-    *,
-    what: str,
-    instead: str,
-) -> tuple[nn.Module, Optimizer]:
-    """Return copies of a model and of its optimizer, which steps on the copy's parameters.
-
-    Args:
-        model: The user's model.
-        optimizer: Over its parameters.
-        memo: Copies that there are already, by ``id``, as for `copy.deepcopy`.
-        what: Who trains copies, for messages.
-        instead: What to do where that fails.
-
-    Raises:
-        ConfigError: If they can't be copied.
-    """
-    memo = {} if memo is None else memo
-    try:
-        copied, twin = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
-        # Torch's own copy of an optimizer leaves out what a class of the user's keeps besides groups and state.
-        # Schedulers put a `step` into its place that steps the original.
-        for name in vars(optimizer).keys() - vars(twin).keys() - {"step"}:
-            setattr(twin, name, copy.deepcopy(vars(optimizer)[name], memo))
-    except Exception as error:
-        msg = f"{what} trains copies, and `copy.deepcopy` failed with {type(error).__name__}: {error}. {instead}."
-        raise ConfigError(msg) from error
-    return copied, twin
-
-
-def copied_loader(
-    loader: DataLoader[Any],
-    *,
-    what: str,
-    instead: str,
-) -> DataLoader[Any]:
-    """Return a copy of a loader that has no workers.
-
-    The samples of a map-style data set are shared, and its generators are copied; a stream is copied, because what
-    was read of it would be lost.
-
-    Args:
-        loader: The user's data loader.
-        what: Who takes a batch, for messages.
-        instead: What to do where that fails.
-
-    Raises:
-        ConfigError: If it can't be copied.
-    """
-    memo: dict[int, Any] = {}
-    if getattr(loader, "_iterator", None) is not None:
-        memo[id(loader._iterator)] = None  # noqa: SLF001 - persistent workers are not copied
-    try:
-        if not isinstance(loader.dataset, IterableDataset):
-            memo[id(loader.dataset)] = _with_own_generators(loader.dataset)
-        copied = copy.deepcopy(loader, memo)
-    except Exception as error:
-        msg = (
-            f"{what} takes the first batch from a copy of the data loader, and `copy.deepcopy` failed with "
-            f"{type(error).__name__}: {error}. {instead}"
-        )
-        raise ConfigError(msg) from error
-    # Torch refuses to change some of these on a loader, and others where there are no workers.
-    vars(copied).update(
-        num_workers=0,
-        prefetch_factor=None,
-        persistent_workers=False,
-        pin_memory=False,
-        timeout=0,
-        _DataLoader__multiprocessing_context=None,
-    )
-    return copied
-
-
-def _with_own_generators(dataset: Any) -> Any:
-    """Return a shallow copy of a data set with generators of its own; what can't be copied has none."""
-    if not hasattr(dataset, "__dict__"):
-        return dataset
-    twin = copy.copy(dataset)
-    for name, value in vars(twin).items():
-        if isinstance(value, _RANDOM):
-            vars(twin)[name] = copy.deepcopy(value)
-    return twin
 
 
 @contextlib.contextmanager

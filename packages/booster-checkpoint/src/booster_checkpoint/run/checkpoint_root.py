@@ -374,28 +374,7 @@ class StoredRun(_Run[StoredLocation]):
         remains = [name for name in names if name not in complete]
         for name in remains:
             _try_to_remove(self.root / name)
-        self._abort_uploads()
         return self.root / new_step_name(step, self.root.children() if remains else names)
-
-    def _abort_uploads(self) -> None:
-        """Delete what killed saves of this run have uploaded of files that were never complete.
-
-        No list of files has them. Those of runs below the root, which may be under way, stay.
-        """
-        find = getattr(self.root.storage, "unfinished", None)
-        if find is None:
-            return
-        try:
-            start = len(f"{self.root}/")
-            uploads = [
-                upload
-                for url, upload in find(f"{self.root}/step-")
-                if parse_step_name(url[start:].partition("/")[0]) is not None
-            ]
-            if uploads:
-                self.root.storage.abort(uploads)  # type: ignore[attr-defined]
-        except Exception as error:  # noqa: BLE001 - a storage has errors of its own
-            log_failed_removal(self.root, error)
 
     @override
     def place(self, folder: Location, step: int) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from booster_checkpoint.files.checksums import blocks_of_file
 from booster_checkpoint.save.fragments import fill_buckets, host_buffer
 from booster_checkpoint.storage import LocalLocation
-from booster_core.state import as_bytes, is_contiguous, regions_of, span_of
+from booster_core.state import as_bytes, regions_of, runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from booster_checkpoint.save.fragments import DeviceCopies, Fragment
     from booster_checkpoint.save.plan import Sums, WriteJob
     from booster_checkpoint.save.targets import FolderTarget
+    from booster_core.state import Box
 
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call."""
@@ -121,16 +122,18 @@ def write_ranges(job: WriteJob, path_of: Callable[[str], Path]) -> list[Path]:
             for ready in _when_copied(fill_buckets(job.fragments, next_buffer, copies_ready=False)):
                 for fragment in ready:
                     index = plan.homes[fragment.part][fragment.key]
-                    path = path_of(plan.files[index].name)
                     if index not in frames:
                         frames[index] = plan.files[index].frame()
                     if index not in descriptors:
                         while len(descriptors) >= _MOST_OPEN:
                             os.close(descriptors.pop(next(iter(descriptors))))
-                        descriptors[index] = os.open(path, os.O_WRONLY)
-                    _write_fragment(path, descriptors[index], frames[index].offsets[fragment.key], fragment)
-                    num_bytes = fragment.numel * fragment.dtype.itemsize
-                    early.note(descriptors[index], num_bytes)
+                        descriptors[index] = os.open(path_of(plan.files[index].name), os.O_WRONLY)
+                    offset, itemsize = frames[index].offsets[fragment.key], fragment.dtype.itemsize
+                    values = fragment.data.reshape(-1)
+                    for region in regions_of(fragment.box, fragment.flat):
+                        memory = as_bytes(values[region.start : region.start + region.numel])
+                        write_box(descriptors[index], offset, fragment.shape, itemsize, region.box, memory)
+                    early.note(descriptors[index], fragment.numel * itemsize)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
@@ -257,18 +260,23 @@ def _sync_files(paths: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
-def _write_fragment(path: Path, descriptor: int, offset: int, fragment: Fragment) -> None:
-    """Write a fragment that is ready into the tensor whose values begin at an offset."""
-    itemsize, shape = fragment.dtype.itemsize, fragment.shape
-    values = fragment.data.reshape(-1)
-    for region in regions_of(fragment.box, fragment.flat):
-        memory = as_bytes(values[region.start : region.start + region.numel])
-        if is_contiguous(shape, region.box):
-            write_at(descriptor, memory, offset + span_of(shape, region.box)[0] * itemsize)
-        else:
-            from booster_checkpoint.save.strided import write_strided
+def write_box(
+    descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, values: memoryview
+) -> None:
+    """Write a box of a row-major tensor, run by run, next to ranks that write other boxes of it.
 
-            write_strided(path, offset, shape, itemsize, region.box, memory)
+    Args:
+        descriptor: The file.
+        offset: Where the tensor's values begin, in bytes.
+        shape: Shape of the whole tensor.
+        itemsize: Bytes per element.
+        box: The part to write; not empty.
+        values: The values, row-major.
+    """
+    starts, length = runs_of(shape, box)
+    nbytes = length * itemsize
+    for number, start in enumerate(starts):
+        write_at(descriptor, values[number * nbytes : (number + 1) * nbytes], offset + start * itemsize)
 
 
 def write_at(descriptor: int, source: memoryview, offset: int) -> None:

@@ -43,9 +43,7 @@ class Storage(Protocol):
     More methods are used where a storage has them. ``read_whole(url)`` returns the content of a small file, and
     ``size(url)`` the size of a file; both return ``None`` where there is none. ``children(url)`` returns the names
     directly below a URL, with the sizes of files, and ``None`` for folders; without it all that is below a root is
-    listed. ``unfinished(start)`` returns the uploads that killed processes have left, of files whose URLs begin with
-    ``start``: pairs of such a URL and anything else; ``abort(uploads)`` gets the second parts of some, and deletes
-    them.
+    listed.
     """
 
     def list(self, url: str) -> Mapping[str, int]:

@@ -7,7 +7,6 @@ What obstore does not do is done here:
 - After a cut connection it repeats no deletes.
 - A range beyond the end of a file comes back shorter.
 - A key with ``//`` ends a listing of everything around it, and ``folder/``, as consoles create it, looks like a file.
-- It lists no uploads that a killed process has left. boto's client does, where it is installed.
 """
 
 from __future__ import annotations
@@ -140,34 +139,6 @@ class ObjectStorage:
         paths = [f"{key}/{name}" if name and key else name or key for name in self.list(url)]
         for start in range(0, len(paths), _MOST_DELETED):
             self._delete(store, paths[start : start + _MOST_DELETED])
-
-    def unfinished(self, start: str) -> Sequence[tuple[str, Any]]:
-        """Return uploads that were begun and never ended, as by killed processes.
-
-        Args:
-            start: What the URLs of their files begin with.
-
-        Returns:
-            The URL of each file, and what `abort` takes; nothing where boto is not installed, or the scheme is not
-            S3's.
-        """
-        client = _boto_client(_settings()) if self._scheme == "s3" else None
-        if client is None:
-            return []
-        bucket, prefix = _parts_of(start)
-        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
-        return [
-            (f"s3://{bucket}/{upload['Key']}", {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]})
-            for page in pages
-            for upload in page.get("Uploads", ())
-        ]
-
-    def abort(self, uploads: Sequence[Any]) -> None:
-        """Delete what such uploads have brought to the storage."""
-        client = _boto_client(_settings())
-        assert client is not None, "it has listed them"
-        for upload in uploads:
-            client.abort_multipart_upload(**upload)
 
     # ---- requests
 
@@ -425,13 +396,6 @@ def _boto_session(settings: _Settings) -> Any:
     except ImportError:
         return None
     return botocore.session.get_session()
-
-
-@functools.lru_cache(maxsize=4)
-def _boto_client(settings: _Settings) -> Any:
-    """Return boto's client of S3; ``None`` where it is not installed."""
-    session = _boto_session(settings)
-    return None if session is None else session.create_client("s3", endpoint_url=settings.endpoint)
 
 
 def _credentials_from(credentials: Any) -> Callable[[], dict[str, Any]]:

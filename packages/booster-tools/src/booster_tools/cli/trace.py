@@ -1,7 +1,4 @@
-"""Join the traces of ranks; print peaks and idle shares.
-
-Traces are what `watch_memory` and hybrid's ``pipeline_record`` write.
-"""
+"""Join the traces of a pipeline's ranks, which hybrid's ``pipeline_record`` writes; print idle shares."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 def command(*, run: Path, out: Path | None) -> None:
     """Put the traces of the ranks in the folder RUN into one file, which Perfetto (ui.perfetto.dev) opens.
 
-    Prints each rank's peak memory (of `watch_memory`), and its idle share of the last batch (of pipelines).
+    Prints each rank's idle share of the last batch.
     """
     from booster_runtime.trace import read_traces
 
@@ -30,20 +27,8 @@ def command(*, run: Path, out: Path | None) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
     click.echo(target)
-    for (rank, name), peak in _peaks(events).items():
-        click.echo(f"rank {rank}: {name}: at most {_format_bytes(peak)}")
     for rank, share, seconds in _idle_shares(events):
         click.echo(f"rank {rank}: idle {share:.1%} of {seconds:.4g} s")
-
-
-def _peaks(events: Iterable[dict[str, Any]]) -> dict[tuple[int, str], float]:
-    """Return the largest sum of each rank's counters of bytes."""
-    peaks: dict[tuple[int, str], float] = {}
-    for event in events:
-        if event["ph"] == "C":
-            key = event["pid"], event["name"]
-            peaks[key] = max(peaks.get(key, 0), sum(event["args"].values()))
-    return dict(sorted(peaks.items()))
 
 
 def _idle_shares(events: Iterable[dict[str, Any]]) -> Iterator[tuple[int, float, float]]:
@@ -63,9 +48,3 @@ def _idle_shares(events: Iterable[dict[str, Any]]) -> Iterator[tuple[int, float,
             works = [each for each in slices if each["pid"] == rank and "stage" in each["args"]]
             busy = sum(each["dur"] for each in works if each["args"]["batch"] == last)
             yield rank, 1.0 - busy / (end - begin) if end > begin else 0.0, (end - begin) / 1e6
-
-
-def _format_bytes(num_bytes: float) -> str:
-    """Return a number of bytes as people write it, such as ``"1.5 GiB"``."""
-    unit = min(max(int(num_bytes).bit_length() - 1, 0) // 10, 4)
-    return f"{num_bytes / 1024.0**unit:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"

@@ -27,7 +27,6 @@ from booster_tools.rehearsal import built, random_state_kept, share_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from booster_core import Boosted
     from booster_core.plugin import Plugin
     from booster_core.precision import PrecisionPolicy
     from booster_tools.planning.recorder import StepRecorder
@@ -58,7 +57,6 @@ class TrainingStep:
         share: Returns what a data parallel rank gets of the batch, given its index and the number of these ranks; see
             `shares_of`.
         criterion: What the model is boosted with, for `train_batch`.
-        loss: Returns the loss of the boosted model and a share; ``None`` steps by `train_batch`.
         mixed_precision: As for `Booster`.
         steps: Steps to take; the last one is counted.
         on_host: Whether ranks compute on the CPU, where large tensors are worked on in smaller blocks; on accelerators
@@ -68,7 +66,6 @@ class TrainingStep:
     build: Callable[[], tuple[Any, ...]]
     share: Callable[[int, int], Any]
     criterion: Callable[..., Any] | None = None
-    loss: Callable[[torch.nn.Module, Any], Tensor] | None = None
     mixed_precision: PrecisionPolicy | str | None = None
     steps: int = STEPS
     on_host: bool = False
@@ -270,7 +267,8 @@ def _take_steps(
     for step in range(training.steps):
         recorder.start_step()
         # Those before lay out what stays, for which two parts do as well as all.
-        _advance(training, booster, boosted, parts if step == training.steps - 1 else parts[:2])
+        each = parts if step == training.steps - 1 else parts[:2]
+        train_batch(booster, iter(each), boosted.model, boosted.criterion, boosted.optimizer, accumulation=len(each))
     state = recorder.state
     cost = StepCost(
         world_size=coordinator.world_size,
@@ -286,19 +284,6 @@ def _take_steps(
         seconds=time.perf_counter() - started,
     )
     return cost if stage is None else stage.cost(cost, recorder, len(parts))
-
-
-def _advance(training: TrainingStep, booster: Booster, boosted: Boosted, parts: list[Any]) -> None:
-    """Take one step on the parts of a batch."""
-    optimizer: Any = boosted.optimizer
-    if training.loss is None:
-        train_batch(booster, iter(parts), boosted.model, boosted.criterion, optimizer, accumulation=len(parts))
-        return
-    for index, part in enumerate(parts):
-        with contextlib.nullcontext() if index == len(parts) - 1 else booster.no_sync(boosted.model):
-            booster.backward(training.loss(boosted.model, part), optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def _step_as_on_accelerators(optimizer: torch.optim.Optimizer) -> None:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from booster_tools.tracking.gradient_norm import GradientNorm
 from booster_tools.tracking.interface import Meter, Tracker
 from booster_tools.tracking.json_lines import JsonLines, read_json_lines
-from booster_tools.tracking.memory import MemoryTimeline, watch_memory
-from booster_tools.tracking.mlflow import MLflow
-from booster_tools.tracking.progress import ProgressBar
 from booster_tools.tracking.routers import RouterStatistics
 from booster_tools.tracking.run import TrackedRun, track
-from booster_tools.tracking.run_services import Trackio, WeightsAndBiases
+from booster_tools.tracking.run_services import MLflow, Trackio, WeightsAndBiases
 from booster_tools.tracking.snapshots import MemorySnapshots, memory_snapshots
 from booster_tools.tracking.stragglers import Stragglers
 from booster_tools.tracking.tensorboard import TensorBoard
 from booster_tools.tracking.throughput import Throughput
 
 __all__ = [
-    "GradientNorm",
     "JsonLines",
     "MLflow",
     "MemorySnapshots",
-    "MemoryTimeline",
     "Meter",
-    "ProgressBar",
     "RouterStatistics",
     "Stragglers",
     "TensorBoard",
@@ -35,5 +28,4 @@ __all__ = [
     "memory_snapshots",
     "read_json_lines",
     "track",
-    "watch_memory",
 ]

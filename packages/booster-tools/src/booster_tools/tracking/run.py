@@ -32,9 +32,10 @@ def track(
 ) -> TrackedRun:
     """Track the steps of an optimizer from now on, until the end of a ``with``.
 
-    Of each step trackers receive ``grad_norm`` where gradients were clipped, ``skipped`` and ``loss_scale`` where there
-    is a dynamic loss scale, ``lr``, ``seconds`` since the step before, and what is logged between it and the next step.
-    Tensors are read when the next step has been taken, so that logging a loss does not wait for the device.
+    Of each step trackers receive ``grad_norm`` where the loop asked for it (``clip_grad_by_norm``, ``grad_norm()``),
+    ``skipped`` and ``loss_scale`` where there is a dynamic loss scale, ``lr``, ``seconds`` since the step before, and
+    what is logged between it and the next step. Tensors are read when the next step has been taken, so that logging a
+    loss does not wait for the device.
 
     Example::
 
@@ -47,7 +48,7 @@ def track(
     Args:
         optimizer: The boosted optimizer whose steps count.
         trackers: Where values go. They are used on the master rank only, so a loop needs no ``if``.
-        meters: Add values to each step, such as `Throughput` and `GradientNorm`.
+        meters: Add values to each step, such as `Throughput`.
         config: Settings of the run, by name, for trackers that show them.
         step: Number of steps taken before, such as the step of the checkpoint that was loaded.
 

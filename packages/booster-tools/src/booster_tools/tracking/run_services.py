@@ -1,4 +1,4 @@
-"""`WeightsAndBiases` and `Trackio`: trackers that log to a run, by the same functions of two packages."""
+"""`WeightsAndBiases`, `Trackio` and `MLflow`: trackers that log to a run of a service."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ class _RunTracker(Tracker):
     """Logs each step's values to the run that a package's ``init`` returns."""
 
     _package: ClassVar[str]
+    _distribution: ClassVar[str | None] = None
+    _begin: ClassVar[str] = "init"
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
@@ -28,9 +30,10 @@ class _RunTracker(Tracker):
             package = import_module(self._package)
         except ImportError as cause:
             name = type(self).__name__
-            msg = f"`{name}` needs the package `{self._package}` ({cause}). Run `pip install {self._package}`."
+            found = self._distribution or self._package
+            msg = f"`{name}` needs the package `{self._package}` ({cause}). Run `pip install {found}`."
             raise ConfigError(msg) from cause
-        self._run = package.init(**self._settings)
+        self._run = getattr(package, self._begin)(**self._settings)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of a step."""
@@ -76,3 +79,31 @@ class Trackio(_RunTracker):
     def configure(self, config: Mapping[str, Any]) -> None:
         """Add the settings to the run's config."""
         self._run.config.update(config)
+
+
+class MLflow(_RunTracker):
+    """Logs each step's values to a run of MLflow; the server is that of ``MLFLOW_TRACKING_URI``.
+
+    Args:
+        settings: Arguments of ``mlflow.start_run``: ``run_name="first"``; ``run_id=`` goes on with an earlier run.
+
+    Raises:
+        ConfigError: When it starts, if the package ``mlflow`` is not installed.
+    """
+
+    _package = "mlflow"
+    _distribution = "mlflow-skinny"
+    _begin = "start_run"
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Log the settings as the run's parameters."""
+        import_module("mlflow").log_params(dict(config))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of a step."""
+        import_module("mlflow").log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        if self._run is not None:
+            import_module("mlflow").end_run()

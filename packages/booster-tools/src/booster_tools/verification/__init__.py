@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from booster_tools.verification.comparison import verify
-from booster_tools.verification.objects import verify_objects
 from booster_tools.verification.report import Difference, Verification
 
-__all__ = ["Difference", "Verification", "verify", "verify_objects"]
+__all__ = ["Difference", "Verification", "verify"]

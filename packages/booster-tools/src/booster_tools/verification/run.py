@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
 
     from booster_core import Boosted, Booster
     from booster_core.state import StateAdapter, TensorShard
@@ -52,7 +51,6 @@ def compare_with_one_process(
     *,
     what: str,
     tolerance: float | None = None,
-    dataloader: DataLoader[Any] | None = None,
 ) -> tuple[Difference, ...]:
     """Train a model in this process and under a plugin, and return every comparison.
 
@@ -64,7 +62,6 @@ def compare_with_one_process(
         steps: Number of training steps, all on these batches.
         what: Who asks, for errors.
         tolerance: As for `verify`.
-        dataloader: For plugins that look at it.
 
     Raises:
         ConfigError: If ``make`` returns other values each time.
@@ -83,7 +80,7 @@ def compare_with_one_process(
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     with without_dropout(model):
         share = move_batch(shares[index], booster.device)
-        boosted = booster.boost(model, optimizer, dataloader=dataloader)
+        boosted = booster.boost(model, optimizer)
         found = _Run(booster, boosted, trained, losses, share, index, reference, limit).compare(steps)
     return _merged(coordinator.all_gather_object(found), reference.initial)
 
