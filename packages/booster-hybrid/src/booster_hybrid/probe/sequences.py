@@ -207,17 +207,19 @@ class _Probe:
             msg = f"{what}: on a part of a sequence it fails with {type(error).__name__}: {error}. {remedy}"
             raise ConfigError(msg) from error
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        # What every rank computes from its positions is trained on in the mean.
         mean = _mean([each.gradients for each in found])
-        for each in found:
-            # What every rank computes from its positions is trained on in the mean.
-            merged = Result(each.output, mean)
-            difference = merged.differs_from(whole, setting.tolerance, lambda _, wanted: wanted)
+        results, tolerance = [Result(each.output, mean, each.others) for each in found], setting.tolerance
+        if self.mixers.classes and any(each.differs_at_all(whole, tolerance) for each in results):
+            tolerance = max(tolerance, runner.rounding(whole, values))
+        for each in results:
+            difference = each.differs_from(whole, tolerance, lambda _, wanted: wanted)
             if difference is not None:
                 key, text = difference
                 subject = "" if key is None else f"the gradient of '{names.get(key, f'(input {key})')}' "
                 msg = f"{what}: {subject}{text}. {remedy}"
                 raise ConfigError(msg)
-            other = each.other_that_differs(whole, setting.tolerance)
+            other = each.other_that_differs(whole, tolerance)
             if other is not None:
                 msg = (
                     f"{what}: among its outputs is {other}. It returns what its layers have in between, of which each "
