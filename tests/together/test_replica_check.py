@@ -8,7 +8,7 @@ import torch
 from matrix import matrix
 
 from booster_core import Booster
-from booster_core.errors import GradientError
+from booster_core.errors import CheckpointError, GradientError
 from booster_core.plugin import unwrap_model
 from booster_core.ranks import DistCoordinator
 from booster_ddp import TorchDDPPlugin
@@ -107,3 +107,44 @@ def test_a_drift_is_named_on_every_rank(name, what, message):
     assert messages[0] == messages[1]
     assert "differ after step 4; they were equal after step 2" in messages[0]
     assert message in messages[0]
+
+
+def save_changed(name, folder, change):
+    """Save a model of which the last rank has changed a norm, and return what it raises."""
+    booster, model, optimizer = boost(name)
+    step(booster, model, optimizer)
+    parameter = dict(unwrap_model(model).named_parameters())[REPLICATED]
+    booster.save_model(model, folder / "before")
+    if change is not None and DistCoordinator().rank == 1:
+        with torch.no_grad():
+            change(parameter)
+    found = []
+    for kind, save in (
+        ("model", lambda path: booster.save_model(model, path)),
+        ("run", lambda path: booster.save_checkpoint(path, step=1, model=model, optimizer=optimizer)),
+    ):
+        try:
+            save(folder / kind)
+        except CheckpointError as error:
+            found.append(str(error))
+    booster.wait()
+    return found
+
+
+def double(parameter):
+    parameter.data.mul_(2)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "hybrid-tp"])
+def test_no_save_writes_a_mixture_of_ranks(name, tmp_path):
+    messages = run_on_ranks(save_changed, 2, name, tmp_path, double)
+    assert messages[0] == messages[1]
+    assert len(messages[0]) == 2
+    for message in messages[0]:
+        assert f"other values on rank 1 than on the ranks before that hold the same: '{REPLICATED}'" in message
+    assert not any((tmp_path / "model").rglob("*.safetensors"))
+
+
+@matrix(["fsdp", "gemini"], name=PLUGINS)
+def test_equal_replicas_are_saved(name, tmp_path):
+    assert run_on_ranks(save_changed, 2, name, tmp_path, None) == [[], []]
