@@ -236,7 +236,7 @@ def compare_parameters(model: nn.Module, coordinator: DistCoordinator, parts: Co
     told = array("Q", found).tobytes(), array("d", sums).tobytes()
     first: dict[int, tuple[float, float]] = {}
     apart: dict[int, list[int]] = {}
-    gathered = coordinator.all_gather_object(told, name="save")
+    gathered = coordinator.all_gather_object(told, meets=False)
     for rank, (keys, numbers) in enumerate(gathered):
         values = array("d", numbers)
         for key, norm, total in zip(array("Q", keys), values[::2], values[1::2], strict=True):
