@@ -61,6 +61,7 @@ LOADING_BYTES = 8 * 2**20
 """What loading takes besides the model: Python objects, and what malloc rounds up."""
 WARM = {**TENTH, "vocab_size": 64, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 16}
 """As many layers as in any model that is measured: Python keeps the memory of its objects, some 0.3 MiB a layer."""
+_NUM_BOOSTS = 2
 MESHES: dict[str, tuple[dict[str, Any], int]] = {
     "tp4": ({"tp_size": 4}, 1),
     "pp4": ({"pp_size": 4}, 1),
@@ -159,15 +160,22 @@ def check_values(booster: Booster, boosted: Any, settings: dict[str, int]) -> No
 
 
 def measured(mesh: str, settings: dict[str, int], folder: Path | None) -> tuple[float, float]:
-    """Return the sum of all ranks' peaks, and what they read, as multiples of what they keep."""
+    """Return the sum of all ranks' peaks, and what they read, as multiples of what they keep.
+
+    A rank's peak is the least of several boosts. What boosting needs, each of them has; what the C library keeps for
+    threads besides, and when a rank that waits for another gives back what it has freed, depends on the machine's load.
+    """
     options, num_copies = MESHES[mesh]
-    for each in (WARM, settings):  # what is imported on the way, and Python's own memory
+    peaks = [math.inf] * 4
+    for each in (WARM, *[settings] * _NUM_BOOSTS):  # first what is imported on the way, and Python's own memory
         if folder is not None:
             run_on_ranks(write, 1, folder, each, timeout_seconds=120)
         results = run_on_ranks(boost, 4, each, folder, options, timeout_seconds=240)
+        if each is settings:
+            peaks = [min(least, peak) for least, (peak, *_) in zip(peaks, results, strict=True)]
     total = num_copies * 4 * sum(shape.numel() for shape in shapes_of(settings).values())
-    ratio = sum(peak for peak, _, _ in results) / total
-    print(f"{mesh}: {total / 2**20:.0f} MiB; peaks {[round(peak / 2**20) for peak, *_ in results]}; {ratio:.3f}")
+    ratio = sum(peaks) / total
+    print(f"{mesh}: {total / 2**20:.0f} MiB; peaks {[round(peak / 2**20) for peak in peaks]}; {ratio:.3f}")
     assert sum(here for *_, here in results) == pytest.approx(total, rel=0.01)  # norms are whole on every rank
     return ratio, sum(count for _, count, _ in results) / total
 

@@ -1064,6 +1064,7 @@ class Booster:
         with self._announced(kind, request):
             boosted = self._boosted_model(model) or self._boosted_around(model)[0]
             if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
+                self.context.coordinator.block_all(name=request.call)  # who is missing is named by the user's call
                 with NamedCall("save"):
                     self.plugin.prepare_save(boosted, boosted.boost_context)
             if boosted is not None and Capability.SYNCHRONOUS not in self.plugin.capabilities:

@@ -46,6 +46,7 @@ from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer
 from booster_hybrid.pipeline.microbatches import cut_batch
 from booster_hybrid.pipeline.schedule import make_schedule
+from booster_hybrid.same_training import parts_of
 from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
@@ -56,7 +57,7 @@ from booster_zero.engine import engine_of, holder_of, set_gradient
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -301,6 +302,11 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             shapes = model.local.whole_shapes(objects.model)
             fill_model(objects.model, found.recording, adapter.shards_to_fill(), context, adapter.layout, shapes=shapes)
         return boosted
+
+    def parts_of(self, model: ModelWrapper) -> Container[int]:
+        """Return the ``id`` of each parameter that is split over ranks."""
+        boosted: HybridModel = model  # type: ignore[assignment]
+        return parts_of(model.unwrap(), boosted.local)
 
     def has_pipeline(self, model: nn.Module) -> bool:
         """Return whether the model is cut into stages."""

@@ -1,12 +1,14 @@
-"""`ReplicaCheck`: whether ranks that hold the same values still hold the same bits.
+"""Whether ranks that hold the same values still do: `compare_parameters` before each save, and `ReplicaCheck`.
 
-Each rank hashes its own copy of parameters, buffers and optimizer state, and one small all-gather compares the hashes.
-State that is put together for a checkpoint takes each value from the one rank that owns it, so a drift between replicas
-would not show there.
+In the check, each rank hashes its own copy of parameters, buffers and optimizer state, and one small all-gather
+compares the hashes. State that is put together for a checkpoint takes each value from the one rank that owns it, so a
+drift between replicas would not show there.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import weakref
 from array import array
 from collections import defaultdict
@@ -16,23 +18,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from booster_core.errors import ConfigError, GradientError
+from booster_core.errors import CheckpointError, ConfigError, GradientError, name_ranks, shorten
 from booster_core.plugin import unwrap_model
 from booster_core.ranks import digest
 from booster_core.state import replica_digests
 from booster_runtime.memory import is_absent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Container, Iterable, Iterator
 
     from typing_extensions import Self
 
     from booster_core import Booster
     from booster_core.plugin import ModelWrapper, OptimizerWrapper
+    from booster_core.ranks import DistCoordinator
     from booster_core.state import TensorShard
 
 _Key = tuple[str, ...]
 _MOST_LISTED = 10
+_DRIFT = 1e-3
+"""By how much of its norm a parameter's sums may differ between ranks: kernels that add up in no fixed order drift."""
 
 
 def check_replicas(booster: Booster, model: nn.Module | None = None, every: int = 100) -> ReplicaCheck:
@@ -207,3 +212,80 @@ def _name(key: _Key) -> str:
 def _groups(groups: list[list[int]]) -> str:
     """Say which ranks agree with each other."""
     return " against ".join("rank " + ", ".join(map(str, ranks)) for ranks in groups)
+
+
+def compare_parameters(model: nn.Module, coordinator: DistCoordinator, parts: Container[int]) -> None:
+    """Raise if ranks hold other values of a parameter that each has whole: a save takes each value from one of them.
+
+    Compared are norms and sums, which a device computes in one pass, and 24 bytes a parameter travel.
+
+    Args:
+        model: The user's model.
+        coordinator: Of the ranks.
+        parts: The parameters of which this rank holds a part, by ``id``.
+
+    Raises:
+        CheckpointError: If so, on every rank, naming parameters and ranks.
+
+    Collective: every rank of the world.
+    """
+    if coordinator.world_size == 1:
+        return
+    found = {_key(name): (name, each) for name, each in model.named_parameters() if _is_whole(each, parts)}
+    sums = _sums([each for _, each in found.values()])
+    told = array("Q", found).tobytes(), array("d", sums).tobytes()
+    first: dict[int, tuple[float, float]] = {}
+    apart: dict[int, list[int]] = {}
+    gathered = coordinator.all_gather_object(told, meets=False)
+    for rank, (keys, numbers) in enumerate(gathered):
+        values = array("d", numbers)
+        for key, norm, total in zip(array("Q", keys), values[::2], values[1::2], strict=True):
+            if not _is_near(first.setdefault(key, (norm, total)), (norm, total)):
+                apart.setdefault(key, []).append(rank)
+    if not apart:
+        return
+    names = {key: name for key, (name, _) in found.items() if key in apart}
+    listed = {key: name for each in coordinator.all_gather_object(names, meets=False) for key, name in each.items()}
+    ranks = name_ranks(sorted({rank for each in apart.values() for rank in each}))
+    msg = (
+        f"A save would write a mixture: {len(apart)} parameter(s) have other values on {ranks} than on the ranks "
+        f"before that hold the same: {shorten(list(listed.values()))}. Change parameters on every rank alike, or send "
+        "one rank's values to the others by `torch.distributed.broadcast` before the save."
+    )
+    raise CheckpointError(msg)
+
+
+def _key(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _is_whole(parameter: Tensor, parts: Container[int]) -> bool:
+    return id(parameter) not in parts and not is_absent(parameter) and type(parameter.data) is Tensor
+
+
+def _sums(parameters: list[Tensor]) -> list[float]:
+    """Return the norm of each parameter, and its sum over the root of its length, which the norm bounds."""
+    sums = []
+    with torch.no_grad():
+        for each in parameters:
+            wide = torch.promote_types(each.dtype, torch.float32)
+            values = torch.view_as_real(each) if wide.is_complex else each
+            wide = wide.to_real()
+            sums.append(torch.linalg.vector_norm(values.to(wide), dtype=wide).double())
+            sums.append(values.sum(dtype=wide).double() / max(1, values.numel()) ** 0.5)
+    # On the host at once: each copy would wait for the device.
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for index, each in enumerate(sums):
+        by_device[each.device].append(index)
+    found = [0.0] * len(sums)
+    for indices in by_device.values():
+        for index, value in zip(indices, torch.stack([sums[index] for index in indices]).tolist(), strict=True):
+            found[index] = value
+    return found
+
+
+def _is_near(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    bound = _DRIFT * max(one[0], other[0])
+    return all(
+        a == b or abs(a - b) <= bound or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True)
+    )

@@ -16,11 +16,12 @@ from booster_runtime.data.watches import watch_first_batch
 from booster_runtime.frozen import frozen_parameters, watch_frozen
 from booster_runtime.lazy.boosting import begin_lazy, check_not_taken, compare_models, describe_lazy
 from booster_runtime.lora import check_adapters, drop_frozen
+from booster_runtime.replicas import compare_parameters
 from booster_runtime.save_pretrained import take_over
 from booster_runtime.sharding.reductions import describe_reductions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
     from pathlib import Path
 
     from peft import LoraConfig, PeftModel
@@ -119,6 +120,15 @@ class Strategy(Plugin):
 
         Collective: every rank of the world, in step.
         """
+
+    def prepare_save(self, model: ModelWrapper, context: BoostContext) -> None:
+        """Compare what several ranks hold of parameters; see `compare_parameters`."""
+        compare_parameters(model.unwrap(), context.coordinator, self.parts_of(model))
+
+    def parts_of(self, model: ModelWrapper) -> Container[int]:
+        """Return the ``id`` of each parameter of a boosted model of which this rank has a part as a plain tensor."""
+        del model
+        return ()
 
     def prepare_dataloader(
         self,
