@@ -288,7 +288,7 @@ def use_another_module_later(of_ranks, replica_size):
     booster, model, optimizer = boost(Chosen(), max_prefetch=0, replica_size=replica_size)
     for number in range(3):
         expert = of_ranks[dist.get_rank()] if number == 2 else 0
-        model.gatherer.order.is_on = False  # as on accelerators after the first steps
+        model.gatherer.order.announces = False  # as on accelerators
         booster.backward(model(torch.ones(1, WIDTH), [expert]).sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()

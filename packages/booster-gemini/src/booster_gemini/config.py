@@ -40,7 +40,7 @@ class GeminiConfig(ShardingOptions):
         leaf_modules: Modules whose parameters are gathered as one, because the data chooses which are used, such as a
             mixture of experts: classes, their names, or paths. A list of modules counts as a part of the module that
             runs it. Takes memory for all parameters of such a module at once.
-        debug: Compare before each gather that all ranks gather the same, as they do on CPUs and in the first steps.
+        debug: Compare before each gather that all ranks gather the same, as they do on CPUs.
 
     Raises:
         ConfigError: If a value is out of range.

@@ -126,8 +126,7 @@ class Gatherer:
             units: Numbers of the parameters that share no bucket with others, such as those of a layer, for each
                 unit; ``None`` for one unit of all.
             remedy: What to do where ranks use other parameters, for the error.
-            debug: Compare with other ranks what is gathered before each gather, not in the first phases only, on
-                accelerators, too.
+            debug: Compare with other ranks what is gathered before each gather on accelerators, too.
 
         Collective: none; values are taken from this rank's parameters.
         """
@@ -202,7 +201,7 @@ class Gatherer:
         Collective: every rank of the shard group.
         """
         with _plainly():
-            self._end_phase()
+            self.meet()
             self._let_go_of_all()
             self._last = None
             self._ends_with_backward = False  # that one may have raised
@@ -497,11 +496,11 @@ class Gatherer:
         Raises:
             ConfigError: If a parameter was given other memory since it was laid out.
 
-        Collective: the shard group, in debugging and in the first phases; else none.
+        Collective: the shard group, where ranks announce what they do; else none.
         """
         self.wait()
         if self.gathers_on_use:
-            self._end_phase()
+            self.meet()
             self.memory.moment("step")
         for bucket in self.layout.buckets:
             if not self.gathers_on_use:
@@ -542,7 +541,7 @@ class Gatherer:
             bucket.increment_versions()
 
     def meet(self) -> None:
-        """Announce a call that every rank makes, where ranks compare what they do.
+        """Announce the end of a phase, or a call that every rank makes, where ranks compare what they do.
 
         Raises:
             ConfigError: If other ranks still use parameters.
@@ -585,11 +584,6 @@ class Gatherer:
             of_ranks = collectives.all_gather_object(self._changed, self.ranks.holders)
             self._raise_changes(dict(enumerate(of_ranks)))
         self.order.check(most[1:])
-
-    def _end_phase(self) -> None:
-        """Announce that this rank's phase is over; see `OrderCheck.end_phase`."""
-        assert self.order is not None, "asked where parameters are gathered for each use"
-        self.order.end_phase()
 
     # ---- changes
 

@@ -1,17 +1,16 @@
 """`OrderCheck`: ranks compare what they are about to do together, before they do it.
 
 Ranks that gather different buckets compute with wrong values, and where buckets differ in size, or one rank gathers
-more than the others, the backend waits, or ends the process. So on CPUs, and in the first phases on accelerators, every
-gather and every meeting of ranks is announced by a number, before it begins: later, such a message would hold up an
-accelerator. In every step, ranks compare what they have gathered since the last one, by a digest among the flags that
-they send in any case. Reductions are not announced: ranks may start them at other times, where a parameter is unused on
-some.
+more than the others, the backend waits, or ends the process. In every step, ranks compare what they have gathered since
+the last one, by a digest among the flags that they send in any case. On CPUs, where gloo would end the process before
+that, every gather and every meeting of ranks is also announced by a number before it begins. On accelerators that would
+hold up the device; there the monitor names ranks that wait for each other. Reductions are not announced: ranks may
+start them at other times, where a parameter is unused on some.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 _GENERATE, _MEET, _FIRST_BUCKET = -1, 0, 1
 _64_BITS = (1 << 64) - 1
-_PHASES = 12
-"""Forward passes, backward passes and steps in which ranks with accelerators announce each gather."""
 _MOST_KEPT = 10_000
 """Gathers of which numbers are kept between two steps; a digest compares all."""
 _SHOWN = 4
@@ -47,10 +44,10 @@ class OrderCheck:
         names: Of the parameters, by number.
         remedy: What to do where the data chooses which modules run, for the error.
         device: Where the ranks compute.
-        debug: Announce in all phases on accelerators, too.
+        debug: Announce on accelerators, too.
 
     Attributes:
-        is_on: Whether it announces; the same on every rank.
+        announces: Whether it announces; the same on every rank.
     """
 
     def __init__(
@@ -63,24 +60,10 @@ class OrderCheck:
         self._compared: list[int] = []
         self._remedy = remedy
         self._device = device
-        self._phases_left = math.inf if debug or device.type == "cpu" else _PHASES  # gloo ends the process
-        self.is_on = ranks.shard_size > 1
-
-    def end_phase(self) -> None:
-        """Announce that this rank's forward or backward is over.
-
-        Raises:
-            ConfigError: If another rank gathers a bucket instead.
-
-        Collective: as for `meet`.
-        """
-        self._phases_left -= 1
-        if self._phases_left < 0:
-            self.is_on = False
-        self.meet()
+        self.announces = ranks.shard_size > 1 and (debug or device.type == "cpu")
 
     def meet(self) -> None:
-        """Announce a call that every rank makes once in a step.
+        """Announce the end of a phase, or a call that every rank makes once in a step.
 
         Raises:
             ConfigError: If another rank gathers a bucket instead.
@@ -165,7 +148,7 @@ class OrderCheck:
         return f"gathers '{self._names[number - _FIRST_BUCKET]}'"
 
     def _compare(self, number: int) -> None:
-        if not self.is_on:
+        if not self.announces:
             return
         told = torch.tensor([number, -number], device=control_device(self._device, self._ranks.gathering))
         collectives.all_reduce(told, dist.ReduceOp.MAX, self._ranks.gathering).wait()
