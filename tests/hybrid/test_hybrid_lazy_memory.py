@@ -162,8 +162,8 @@ def check_values(booster: Booster, boosted: Any, settings: dict[str, int]) -> No
 def measured(mesh: str, settings: dict[str, int], folder: Path | None) -> tuple[float, float]:
     """Return the sum of all ranks' peaks, and what they read, as multiples of what they keep.
 
-    A rank's peak is the least of several boosts. What boosting needs, each of them has; what the C library keeps for
-    threads besides, and when a rank that waits for another gives back what it has freed, depends on the machine's load.
+    A rank's peak is the least of several boosts: what boosting needs, each of them has, and beside other work on the
+    machine single boosts have been measured with more.
     """
     options, num_copies = MESHES[mesh]
     peaks = [math.inf] * 4
