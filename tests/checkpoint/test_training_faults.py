@@ -222,7 +222,7 @@ def fail_at(place, rank, code=errno.ENOSPC):
     if DistCoordinator().rank != rank:
         return mock.patch.object(in_place, "__doc__", in_place.__doc__)
     targets = {
-        "write": (in_place, "_write_fragment"),
+        "write": (in_place, "write_box"),
         "sync": (in_place.os, "fsync"),
         "manifest": (manifest.Manifest, "write"),
         "rename": (LocalRun, "place"),

@@ -54,7 +54,7 @@ FOUND = [
     ("IgnoresErrorIfNonfinite", "test_infinite_norm_raises_on_every_rank_if_asked", {}, "rank 0 raised nothing"),
     ("DecidesOverflowLocally", "test_overflow_on_one_rank_skips_the_step_on_all_ranks", {}, "the scale falls"),
     ("ComputesInFP32", "test_low_precision_is_computed_in", {"precision": "bf16"}, "gradients are those of fp32"),
-    ("WithoutAveraging", "test_a_file_holds_what_every_rank_holds", {}, "holds other values than the file: .*weight"),
+    ("WithoutAveraging", "test_a_file_holds_what_every_rank_holds", {}, "A save would write a mixture: .*weight"),
     ("ForgetsMasters", "test_resumed_run_continues_exactly", {"precision": "bf16"}, DIFFER),
     ("IgnoresSavedLearningRate", "test_resumed_run_continues_exactly", {"precision": "fp32"}, r"'lr': 0.07"),
     ("SwapsMoments", "test_checkpoint_loads_on_one_device", {"precision": "fp32"}, DIFFER),
