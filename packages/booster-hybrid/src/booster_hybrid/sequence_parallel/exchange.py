@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from booster_hybrid.pipeline.absent import is_absent
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -91,6 +93,8 @@ def gather_sequence(local: Tensor, layout: SequenceLayout, group: RankGroup) -> 
 
     Collective: the group, also in backward.
     """
+    if is_absent(local):
+        return _whole_elsewhere(local, layout)
     result: Tensor = _Paired.apply(local, layout, group, gathered, reduce_scattered)  # type: ignore[no-untyped-call]
     return result
 
@@ -105,6 +109,8 @@ def scatter_sum(partial: Tensor, layout: SequenceLayout, group: RankGroup) -> Te
 
     Collective: the group, also in backward.
     """
+    if is_absent(partial):
+        return _taken(partial, layout, group)
     result: Tensor = _Paired.apply(partial, layout, group, reduce_scattered, gathered)  # type: ignore[no-untyped-call]
     return result
 
@@ -114,6 +120,8 @@ def join_replicas(local: Tensor, layout: SequenceLayout, group: RankGroup) -> Te
 
     Collective: the group.
     """
+    if is_absent(local):
+        return _whole_elsewhere(local, layout)
     result: Tensor = _Paired.apply(local, layout, group, gathered, _taken)  # type: ignore[no-untyped-call]
     return result
 
@@ -179,6 +187,11 @@ def reduce_scattered(whole: Tensor, layout: SequenceLayout, group: RankGroup) ->
     own = whole.new_empty(shapes[group.rank])
     group.reduce_scatter(source, bounds, own.view(-1)).wait()
     return own
+
+
+def _whole_elsewhere(local: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return whole sequences of which another pipeline stage has the values, as this one has none."""
+    return local[:, :1].expand(-1, layout.length, *local.shape[2:])
 
 
 def _taken(whole: Tensor, layout: SequenceLayout, group: RankGroup) -> Tensor:

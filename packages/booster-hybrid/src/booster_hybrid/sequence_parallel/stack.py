@@ -257,8 +257,6 @@ class AttendingHooks(LayerHooks):
 
     def join(self, hidden: Tensor) -> Tensor:
         """Return whole hidden states, given this rank's positions. Collective: the group."""
-        if is_absent(hidden):  # another pipeline stage has it
-            return hidden[:, :1].expand(-1, self._stack.length, *hidden.shape[2:])
         return gather_sequence(hidden, self._stack.layout(self._stack.length), self._stack.group)
 
     def check_output(self, module: nn.Module, hidden: Tensor) -> None:
