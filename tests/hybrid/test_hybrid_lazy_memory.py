@@ -162,8 +162,8 @@ def check_values(booster: Booster, boosted: Any, settings: dict[str, int]) -> No
 def measured(mesh: str, settings: dict[str, int], folder: Path | None) -> tuple[float, float]:
     """Return the sum of all ranks' peaks, and what they read, as multiples of what they keep.
 
-    A rank's peak is the least of several boosts: what boosting needs, each of them has, and under load from other work on the
-    machine single boosts have been measured with more.
+    A rank's peak is the least of several boosts: what boosting needs, each of them has. On a machine with other work,
+    single boosts have been measured with more.
     """
     options, num_copies = MESHES[mesh]
     peaks = [math.inf] * 4
