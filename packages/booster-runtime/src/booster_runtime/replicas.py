@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from booster_core.errors import CheckpointError, ConfigError, GradientError, name_ranks, shorten
+from booster_core.errors import CheckpointError, ConfigError, GradientError, shorten
 from booster_core.plugin import unwrap_model
-from booster_core.ranks import digest
+from booster_core.ranks import digest, name_ranks
 from booster_core.state import replica_digests
 from booster_runtime.memory import is_absent
 
