@@ -96,7 +96,8 @@ def one_of_many(setting: Setting, world_size: int) -> Iterator[Setting]:
         warnings.filterwarnings("ignore", message=".*(?i:overriding a previously registered kernel)")
         kernels.impl("allreduce_", _all_reduce, key)
         store = fake_pg.FakeStore()
-        open_world(store, rank=0, world_size=world_size, local_rank=0, backend=_BACKEND, timeout_seconds=_SECONDS)
+        place = {"rank": 0, "local_rank": 0, "world_size": world_size}
+        open_world(store, **place, backend=_BACKEND, timeout_seconds=_SECONDS, generation=1)  # a fake store can't count
         current_world().meeting_of = lambda _: _Attended()  # type: ignore[method-assign,assignment,return-value]
         yield replace(setting, backend=_BACKEND, world_size=world_size)
         booster_core.shutdown()

@@ -59,6 +59,17 @@ def test_launching_again_at_the_same_port(run, slow):
             assert f"launch {number} rank {rank} sum {2 * number + 1}\n" in output
 
 
+def test_processes_that_have_launched_differently_often(run):
+    body = """
+    if rank == 0:  # of an older run, after which rank 1 was started anew
+        launch(0, 1, "localhost", port, verbose=False)
+        shutdown()
+    c = launch(rank, 2, "localhost", port, timeout_seconds=10, verbose=False)
+    tell("rank", rank, "met", c.all_gather_object(rank))
+    """
+    assert run(body, [{}, {}]).count("met [0, 1]") == 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policies")
 def test_ranks_on_cpus_run_in_turns_unless_a_policy_is_set(run):
     body = """

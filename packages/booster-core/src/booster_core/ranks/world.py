@@ -65,7 +65,7 @@ class World:
         timeout_seconds: How long collective calls wait for missing ranks.
         store: The store that all ranks share; ``None`` in a world of one without a process group.
         process_group: The default group that this describes; ``None`` where there is none.
-        generation: Counts the groups this process has had; the same on all ranks that open and close in step.
+        generation: Counts the groups that this rank has opened over one store; zero where something else opened it.
         monitor: This rank's connection to the monitor, where one runs.
         unwatched_because: Why the monitor, which was to be there, is not.
         at_close: Called, last added first, before the group is destroyed.
@@ -163,7 +163,6 @@ PROGRESS = Progress()
 """The record of this process; each process group starts counting from zero."""
 
 
-_generations = itertools.count(1)
 _world = World()
 
 
@@ -207,7 +206,8 @@ def open_world(
         local_rank: This process's index on its host.
         backend: As for ``init_process_group``.
         timeout_seconds: Time limit of the group's collectives and of meetings.
-        generation: Tells openings over one store apart; by default, the number of groups this process has had.
+        generation: Tells openings over one store apart; by default, how many this rank has had over it, which the
+            store counts: processes that serve several runs, such as Ray's actors, may be of different ages.
         device: The CUDA device to which NCCL binds the group.
         watch: Starts the monitor before the group is opened, while ranks can meet only in the store. If the group
             cannot be opened, the monitor goes on until `close_world`, so that others learn of it.
@@ -217,7 +217,7 @@ def open_world(
     import torch.distributed as dist
 
     global _world  # noqa: PLW0603 - mirrors torch's own one default group per process
-    generation = next(_generations) if generation is None else generation
+    generation = store.add(f"booster/opened/{rank}", 1) if generation is None else generation
     shared = _below(store, f"booster/{generation}")
     world = World(
         rank=rank,

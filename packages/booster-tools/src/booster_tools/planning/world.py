@@ -41,7 +41,13 @@ def planned_world(world_size: int, rank: int, *, on_host: bool = False) -> Itera
         dist.broadcast_object_list = _broadcast_objects  # type: ignore[assignment] # takes the rest by name
         try:
             open_world(
-                FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend="fake", timeout_seconds=60.0
+                FakeStore(),
+                rank=rank,
+                world_size=world_size,
+                local_rank=rank,
+                backend="fake",
+                timeout_seconds=60.0,
+                generation=1,  # a fake store can't count
             )
             current_world().meeting_of = lambda _: _Attended()  # type: ignore[method-assign,assignment,return-value]
             try:
