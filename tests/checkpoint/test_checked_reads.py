@@ -160,35 +160,6 @@ def test_a_load_reads_each_byte_once(tmp_path, monkeypatch):
     assert size * 0.95 < sum(read) < size * 1.05 + 2 * checksums.BLOCK_BYTES
 
 
-def blocks_verified_in_a_load(root, plugin_class):
-    """Return the position in its file and the checksum of each block that this rank verifies."""
-    booster, model, optimizer = make(seed=1, plugin_class=plugin_class)
-    seen, real = [], CheckedReads._read_whole
-
-    def recorded(self, index, read, target, *, is_checked):
-        real(self, index, read, target, is_checked=is_checked)
-        if is_checked:
-            seen.append((self._name, index))
-
-    CheckedReads._read_whole = recorded
-    try:
-        booster.load_checkpoint(root, model=model, optimizer=optimizer)
-    finally:
-        CheckedReads._read_whole = real
-    return seen
-
-
-def test_ranks_of_a_host_that_read_the_same_verify_each_block_once_between_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(checksums, "BLOCK_BYTES", 1 << 20)
-    save_steps(tmp_path)
-    of_one = set(blocks_verified_in_a_load(tmp_path, None))
-    of_ranks = run_on_ranks(blocks_verified_in_a_load, 2, str(tmp_path), ReferencePlugin)
-    assert set().union(*of_ranks) == of_one
-    whole = [{block for block in seen if block[1]} for seen in of_ranks]  # headers are read by every rank
-    assert all(whole)
-    assert not whole[0] & whole[1]
-
-
 def damage_values(folder, name="optimizer"):
     path = next((folder / name).glob("*.safetensors"))
     content = bytearray(path.read_bytes())
