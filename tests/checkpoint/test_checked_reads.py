@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from reference_plugins import ReferencePlugin
 from torch import nn
 
 from booster_checkpoint.files import checksums
@@ -20,7 +21,6 @@ from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.state import regions_of
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.reference import ReferencePlugin
 
 SHAPE = (40, 30)
 ITEMSIZE = 4

@@ -111,8 +111,8 @@ def _write_table(folder: Path, told: Iterable[list[_Written]], aliases: Mapping[
         below: The key of the state that is written, in the nested one.
     """
     further: dict[_PathInState, list[_PathInState]] = {}
-    for alias, first in aliases.items():
-        further.setdefault((*below, first), []).append((*below, alias))
+    for alias, name in aliases.items():
+        further.setdefault((*below, name), []).append((*below, alias))
     entries: dict[str, Any] = {}
     paths: dict[str, _PathInState] = {}
     results = []
