@@ -16,10 +16,10 @@ import traceback
 from pathlib import Path
 
 import torch.distributed as dist
+from reference_plugins import ReferencePlugin
 
 from booster_core.ranks.store import this_host
 from booster_core.ranks.world import close_world, open_world
-from booster_testing.reference import ReferencePlugin
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.checkpoint.saver_to_kill import kill, live, look, make, wait_for

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from reference_plugins import ReferencePlugin
 from torch import nn
 
 from booster_checkpoint.run.manifest import verify_folder
 from booster_core import Booster
 from booster_core.ranks.world import close_world, open_world
-from booster_testing.reference import ReferencePlugin
 
 WIDTH = 40_000
 LAST = 1_000_000

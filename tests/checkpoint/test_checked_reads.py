@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from reference_plugins import ReferencePlugin
 from torch import nn
 
 from booster_checkpoint.files import checksums
@@ -20,7 +21,6 @@ from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.state import regions_of
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.reference import ReferencePlugin
 
 SHAPE = (40, 30)
 ITEMSIZE = 4
@@ -158,35 +158,6 @@ def test_a_load_reads_each_byte_once(tmp_path, monkeypatch):
     size = sum(entry.nbytes for entry in manifest.files.values())
     assert size > 4 << 20
     assert size * 0.95 < sum(read) < size * 1.05 + 2 * checksums.BLOCK_BYTES
-
-
-def blocks_verified_in_a_load(root, plugin_class):
-    """Return the position in its file and the checksum of each block that this rank verifies."""
-    booster, model, optimizer = make(seed=1, plugin_class=plugin_class)
-    seen, real = [], CheckedReads._read_whole
-
-    def recorded(self, index, read, target, *, is_checked):
-        real(self, index, read, target, is_checked=is_checked)
-        if is_checked:
-            seen.append((self._name, index))
-
-    CheckedReads._read_whole = recorded
-    try:
-        booster.load_checkpoint(root, model=model, optimizer=optimizer)
-    finally:
-        CheckedReads._read_whole = real
-    return seen
-
-
-def test_ranks_of_a_host_that_read_the_same_verify_each_block_once_between_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(checksums, "BLOCK_BYTES", 1 << 20)
-    save_steps(tmp_path)
-    of_one = set(blocks_verified_in_a_load(tmp_path, None))
-    of_ranks = run_on_ranks(blocks_verified_in_a_load, 2, str(tmp_path), ReferencePlugin)
-    assert set().union(*of_ranks) == of_one
-    whole = [{block for block in seen if block[1]} for seen in of_ranks]  # headers are read by every rank
-    assert all(whole)
-    assert not whole[0] & whole[1]
 
 
 def damage_values(folder, name="optimizer"):

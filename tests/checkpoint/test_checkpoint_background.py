@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_calls import EngineCalls
 from matrix import matrix
+from reference_plugins import ReferencePlugin
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,7 +23,6 @@ from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
-from booster_testing.reference import ReferencePlugin
 
 
 def make(**options):

@@ -193,16 +193,16 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     from booster_checkpoint.save import dcp as ours
 
     storages, most = [], []
-    real = ours._ShardPlanner.resolve_data
+    real = ours._Item.content
 
-    def resolve(self, item):
+    def content(self):
         most.append(sum(not storage.expired() for storage in storages))
-        data = real(self, item)
+        data = real(self)
         if isinstance(data, torch.Tensor):
             storages.append(StorageWeakRef(data.untyped_storage()))
         return data
 
-    monkeypatch.setattr(ours._ShardPlanner, "resolve_data", resolve)
+    monkeypatch.setattr(ours._Item, "content", content)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
     adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
     EngineCalls().save_model(adapter, tmp_path / "m", gather_dtensor=False)
@@ -247,7 +247,6 @@ def save_where_the_disk_is_full(folder, number):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_full_disk_raises_on_every_rank_and_leaves_nothing(number, tmp_path):
-    """torch raises an exception of its own for it, which is no `Exception`."""
     for rank, text in enumerate(run_on_ranks(save_where_the_disk_is_full, 2, str(tmp_path), number)):
         assert "save_model failed at '" in text
         assert "': No space left on device" in text
@@ -259,14 +258,14 @@ def test_a_full_disk_raises_on_every_rank_and_leaves_nothing(number, tmp_path):
 def test_what_ends_a_save_stays_itself(error, tmp_path, monkeypatch):
     from booster_checkpoint.save import dcp as ours
 
-    def fail(self, item):
+    def fail(self):
         raise error
 
     model, _ = _trained(0)
     engine, adapter = EngineCalls(), ReplicatedStateAdapter(model, None, DistCoordinator())
     engine.save_model(adapter, tmp_path / "m", gather_dtensor=False)
     before = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
-    monkeypatch.setattr(ours._ShardPlanner, "resolve_data", fail)
+    monkeypatch.setattr(ours._Item, "content", fail)
     with pytest.raises(error):
         engine.save_model(adapter, tmp_path / "m", gather_dtensor=False)
     assert {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()} == before

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_calls import EngineCalls, on_hosts
+from reference_plugins import ReferencePlugin
 from torch import nn
 
 from booster_checkpoint.save import in_place
@@ -19,7 +20,6 @@ from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.reference import ReferencePlugin
 
 
 class Keeps(torch.optim.lr_scheduler.ConstantLR):

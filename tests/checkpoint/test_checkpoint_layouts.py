@@ -40,15 +40,15 @@ def save(folder, layout, num_hosts, use_async, suffix):
         io.wait()
 
 
-def load(folder, layout, num_threads, low_cpu_mem_mode, single):
+def load(folder, layout, num_threads, single):
     c = DistCoordinator()
     io = EngineCalls(bucket_bytes=1024)
     adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size, is_filled=False)
     folder = Path(folder)
     model = next(folder.glob("one.*")) if single else folder
     optimizer = folder / "one-optimizer.safetensors" if single else folder
-    report = io.load_model(adapter, model, low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads)
-    io.load_optimizer(adapter, optimizer, low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads)
+    report = io.load_model(adapter, model, num_threads=num_threads)
+    io.load_optimizer(adapter, optimizer, num_threads=num_threads)
     extra = adapter.extra["block._extra_state"]
     assert extra["scale"].tolist() == [2.0, 2.0, 2.0]
     assert (extra["names"], extra["n"]) == (["a", "b"], 3)
@@ -70,7 +70,7 @@ def load_all(folder, layouts, *args):
 def test_loads_in_every_layout_at_another_number_of_ranks(layout, world_size, tmp_path):
     run_on_ranks(save, world_size, str(tmp_path), layout, 1, False, "st")
     for other in {1: (2,), 2: (1, 3), 3: (2,), 4: (2,)}[world_size]:
-        for results in run_on_ranks(load_all, other, str(tmp_path), LAYOUTS, 1, True, False):
+        for results in run_on_ranks(load_all, other, str(tmp_path), LAYOUTS, 1, False):
             assert all(wrong == [] for wrong, _ in results)
 
 
@@ -78,16 +78,14 @@ def test_loads_in_every_layout_at_another_number_of_ranks(layout, world_size, tm
 def test_every_route_and_container_holds_the_same(num_hosts, use_async, suffix, tmp_path):
     run_on_ranks(save, 2, str(tmp_path), "columns_flat", num_hosts, use_async, suffix)
     for single in (False, True):
-        for results in run_on_ranks(load_all, 2, str(tmp_path), ["flat", "columns"], 1, True, single):
+        for results in run_on_ranks(load_all, 2, str(tmp_path), ["flat", "columns"], 1, single):
             assert all(wrong == [] for wrong, _ in results)
 
 
-@matrix(1, **{"num_threads, low_cpu_mem_mode": [(3, True), (1, False), (3, False)]}, suffix=["st", "bin"])
-def test_threads_and_whole_files_give_the_same(num_threads, low_cpu_mem_mode, suffix, tmp_path):
+@matrix(["bin"], suffix=["st", "bin"])
+def test_threads_give_the_same(suffix, tmp_path):
     run_on_ranks(save, 2, str(tmp_path), "flat", 1, False, suffix)
-    for results in run_on_ranks(
-        load_all, 2, str(tmp_path), ["columns", "chunks"], num_threads, low_cpu_mem_mode, False
-    ):
+    for results in run_on_ranks(load_all, 2, str(tmp_path), ["columns", "chunks"], 3, False):
         assert all(wrong == [] for wrong, _ in results)
 
 

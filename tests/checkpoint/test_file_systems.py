@@ -128,16 +128,15 @@ def save_large(path):
     EngineCalls().save_model(SyntheticAdapter(LARGE, "flat", 0, 1), path)
 
 
-def load_large(path, kind, **options):
+def load_large(path, kind):
     c = DistCoordinator()
     adapter = SyntheticAdapter(LARGE, kind, c.rank, c.world_size, is_filled=False)
-    EngineCalls().load_model(adapter, path, **options)
+    EngineCalls().load_model(adapter, path)
     return adapter.wrong()
 
 
-@pytest.mark.parametrize("low_cpu_mem_mode", [True, False])
 @pytest.mark.parametrize("kind", ["flat", "columns"])
-def test_a_bad_sector_is_an_error_and_ends_no_process(kind, low_cpu_mem_mode, tmp_path):
+def test_a_bad_sector_is_an_error_and_ends_no_process(kind, tmp_path):
     """A read of it through a mapping would end the process with SIGBUS."""
     shown, point = tmp_path / "shown", tmp_path / "mount"
     shown.mkdir()
@@ -151,8 +150,6 @@ def test_a_bad_sector_is_an_error_and_ends_no_process(kind, low_cpu_mem_mode, tm
         (tmp_path / "shown.fails").write_text("800000")
         message = r"m\.safetensors' cannot be read at byte \d+: Input/output error"
         path = str(point / "m.safetensors")
-        expect_on_ranks(
-            CheckpointUnreadableError, message, load_large, 2, path, kind, low_cpu_mem_mode=low_cpu_mem_mode
-        )
+        expect_on_ranks(CheckpointUnreadableError, message, load_large, 2, path, kind)
         (tmp_path / "shown.fails").unlink()
         assert run_on_ranks(load_large, 2, path, kind) == [[], []]

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from engine_calls import EngineCalls
+from reference_plugins import ReferencePlugin
 from safetensors.torch import save_file
 from torch import nn
 
@@ -12,7 +13,6 @@ from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import expect_on_ranks
-from booster_testing.reference import ReferencePlugin
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # DCP's writer of torch 2.10 uses it

@@ -32,10 +32,9 @@ def write_two(folder):
     write(folder, 2, rows=([3, 0], rows[3:]), columns=([0, 4], columns[:, 4:]))
 
 
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_parts_of_ranks_are_read_as_whole_tensors(in_memory, tmp_path):
+def test_parts_of_ranks_are_read_as_whole_tensors(tmp_path):
     write_two(tmp_path / "model")
-    with open_source(tmp_path / "model", "model", in_memory=in_memory) as source:
+    with open_source(tmp_path / "model", "model") as source:
         assert {key: meta.shape for key, meta in source.tensors.items()} == {k: t.shape for k, t in WHOLE.items()}
         for key, whole in WHOLE.items():
             assert torch.equal(source.read_whole(key), whole)

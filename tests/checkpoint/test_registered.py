@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from reference_plugins import ReferencePlugin
 from torch import nn
 
 from booster_checkpoint.run.manifest import verify_folder
@@ -13,7 +14,6 @@ from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.reference import ReferencePlugin
 
 
 class Keeper:

@@ -43,14 +43,14 @@ def path(tmp_path_factory):
 
 
 @settings(deadline=None)
-@given(case=boxes(), dtype=DTYPES, offset=OFFSETS, window_bytes=WINDOWS, gap_bytes=GAPS, in_memory=st.booleans())
-def test_a_box_is_read_from_a_file_or_memory(path, case, dtype, offset, window_bytes, gap_bytes, in_memory):
+@given(case=boxes(), dtype=DTYPES, offset=OFFSETS, window_bytes=WINDOWS, gap_bytes=GAPS)
+def test_a_box_is_read_from_a_file(path, case, dtype, offset, window_bytes, gap_bytes):
     shape, box = case
     whole = filled(shape, dtype)
     path.write_bytes(b"\xff" * offset + bytes(as_bytes(whole)) + b"\xff" * 3)
     with (
         pytest.MonkeyPatch.context() as patch,
-        contextlib.closing(ByteFile(locate(path).open(), in_memory=in_memory)) as file,
+        contextlib.closing(ByteFile(locate(path).open())) as file,
     ):
         patch.setattr(LocalFile, "window_bytes", window_bytes)
         patch.setattr(LocalFile, "gap_bytes", gap_bytes)
@@ -126,17 +126,6 @@ def test_large_gaps_are_left_out(path, reads):
     width = 1 << 16
     read_columns(path, width, (0, width // 2))
     assert reads.calls == [(row * width * 4, width * 2) for row in range(8)]
-
-
-def test_a_file_in_memory_is_read_once(path, reads):
-    path.write_bytes(bytes(range(64)))
-    with contextlib.closing(ByteFile(locate(path).open(), in_memory=True)) as file:
-        assert not reads.calls
-        for columns in ((0, 2), (1, 4)):
-            file.read_box(
-                0, (8, 8), 1, ((0, 8), columns), torch.empty(8 * (columns[1] - columns[0]), dtype=torch.uint8)
-            )
-    assert reads.calls == [(0, 64)]
 
 
 def test_a_file_that_is_cut_off_while_it_is_open_is_damaged(path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from reference_plugins import ReferencePlugin
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from booster_core import Booster
@@ -11,7 +12,6 @@ from booster_runtime import evaluate_batch, gather_for_metrics
 from booster_runtime.data.prepare import prepare_dataloader
 from booster_runtime.data.shard import split_dataloader
 from booster_testing import run_on_ranks
-from booster_testing.reference import ReferencePlugin
 
 
 class Stream(IterableDataset):

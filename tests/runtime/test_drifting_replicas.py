@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from reference_plugins import ReferencePlugin
 from torch import nn
 
 from booster_core import Booster
@@ -14,7 +15,6 @@ from booster_core.ranks import DistCoordinator
 from booster_runtime import check_replicas
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyMLP
-from booster_testing.reference import ReferencePlugin
 
 
 def boost():

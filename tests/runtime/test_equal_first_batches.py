@@ -7,13 +7,13 @@ import pickle
 import pytest
 import torch
 from log_records import Records
+from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 from torch import nn
 from torch.utils.data import DataLoader
 
 from booster_core import Booster
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
-from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 
 
 def train(feed, accumulate=1, before=None, steps=4):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from reference_plugins import ReferencePlugin
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, PluginError
@@ -9,7 +10,6 @@ from booster_core.plugin import write_gradient
 from booster_runtime import full_gradient, full_state, gathered, set_full_gradient, set_full_state
 from booster_testing import run_on_ranks
 from booster_testing.models import TinyMixedBag, TinyMLP
-from booster_testing.reference import ReferencePlugin
 
 WEIGHT = "first.weight"
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from reference_plugins import ReferencePlugin
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
@@ -10,7 +11,6 @@ from booster_core.errors import MissingRanksError
 from booster_core.ranks import DistCoordinator
 from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks
-from booster_testing.reference import ReferencePlugin
 
 
 class Left(BaseException):

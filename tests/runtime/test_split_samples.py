@@ -7,6 +7,7 @@ import pytest
 import torch
 from counted_samples import COUNT, Features, FeatureStream, evaluate, model_of, train_after_a_peek
 from matrix import matrix
+from reference_plugins import ReferencePlugin
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -22,7 +23,6 @@ from booster_core.errors import ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime import MixedStreams, PackedDocuments, gather_for_metrics
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.reference import ReferencePlugin
 
 
 @pytest.mark.parametrize(("is_stream", "how"), [(False, "boost"), (True, "boost"), (False, "prepare_dataloader")])

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 from torch import nn
 from whole_batches import SAMPLES, assert_equals_one_large_batch, batches_of, count_labels, cross_entropy
 
@@ -12,7 +13,6 @@ from booster_core.errors import ConfigError
 from booster_runtime import evaluate_batch, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyMLP
-from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 from booster_testing.training import whole_model
 
 LEARNING_RATE = 0.1

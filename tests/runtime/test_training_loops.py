@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 from accumulation_runs import PER_BATCH, STEPS, assert_accumulates, make_data, make_model
+from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 from torch.utils.data import DataLoader
 
 from booster_core import Booster
@@ -14,7 +15,6 @@ from booster_runtime import accumulate, join, reduce, to_device, train_batch
 from booster_runtime.data.batches import call_with, move_batch, taken_by
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 from booster_testing.training import whole_model
 
 

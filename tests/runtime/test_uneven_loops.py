@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import own_loss
+from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 from uneven_runs import NUM_BATCHES, assert_steps_follow_batches, batches_of, boosted
 
 from booster_core.errors import ConfigError, GradientError
 from booster_runtime import join, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 
 
 @pytest.mark.parametrize("plugin", [ReferencePlugin(), ReferencePipelinePlugin()], ids=["plain", "pipeline"])

@@ -1,9 +1,9 @@
 """What tests of adapters share: values that are no zeros, packed bases, and replicas that train adapters."""
 
 import torch
+from reference_plugins import ReferencePlugin
 
 from booster_core.plugin import Capability
-from booster_testing.reference import ReferencePlugin
 
 
 class Replicas(ReferencePlugin):

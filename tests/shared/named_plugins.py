@@ -1,10 +1,10 @@
 """Plugins by name for tests that run scripts, and the scripts' model and data."""
 
 import torch
+from reference_plugins import ReferencePlugin
 
 from booster_core.plugin import Plugin
 from booster_testing.models import tiny_llama
-from booster_testing.reference import ReferencePlugin
 
 NAMES = ["single", "ddp", "fsdp", "zero", "gemini", "hybrid", "hybrid-tp", "hybrid-pp"]
 

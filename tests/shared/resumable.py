@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from reference_plugins import ReferencePlugin
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from booster_core import Booster
 from booster_core.ranks import DistCoordinator
-from booster_testing.reference import ReferencePlugin
 
 if TYPE_CHECKING:
     from pathlib import Path

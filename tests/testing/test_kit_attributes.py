@@ -7,11 +7,11 @@ from typing import NamedTuple
 import pytest
 import torch  # noqa: TC002 - named tuples need it
 from kit_cases import by_default
+from reference_plugins import ReferencePlugin
 
 from booster_core.errors import ConfigError
 from booster_testing.conformance import PluginConformance
 from booster_testing.models import TinyMixedBag
-from booster_testing.reference import ReferencePlugin
 
 
 class Outputs(NamedTuple):

@@ -7,11 +7,11 @@ import inspect
 import faulty_plugins
 import pytest
 from kit_cases import by_default, slow_cases
+from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 
 from booster_testing import RankError
 from booster_testing.conformance import PluginConformance
 from booster_testing.pipeline_conformance import PipelineConformance
-from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 
 DRIFT = r"differ between ranks: .*embedding\.weight.* \(ranks 0 and 1\)"
 DIFFER = "tensors differ by more than"

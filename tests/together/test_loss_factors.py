@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from matrix import matrix
+from reference_plugins import ReferencePlugin
 from torch import nn
 
 from booster_core import Booster, LossScaleConfig, PrecisionPolicy
@@ -20,7 +21,6 @@ from booster_hybrid import HybridParallelPlugin
 from booster_runtime import accumulate, full_gradient, join, set_full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.reference import ReferencePlugin
 from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 

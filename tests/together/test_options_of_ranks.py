@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from matrix import matrix
+from reference_plugins import ReferencePlugin
 from torch import nn
 
 from booster_core import Booster, DistCoordinator, LossScaleConfig, PrecisionPolicy
@@ -19,7 +20,6 @@ from booster_hybrid import HybridParallelPlugin
 from booster_runtime import reduce
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
-from booster_testing.reference import ReferencePlugin
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {

@@ -18,7 +18,7 @@ import sys
 
 import torch
 from booster_core import Booster, launch_from_torch
-from booster_testing.reference import ReferencePlugin
+from reference_plugins import ReferencePlugin
 from booster_tools import deterministic
 
 coordinator = launch_from_torch(seed=deterministic(int(sys.argv[1])))

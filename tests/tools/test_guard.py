@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from reference_plugins import ReferencePlugin
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.reference import ReferencePlugin
 from booster_tools import guard
 
 NAN = float("nan")

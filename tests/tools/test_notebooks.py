@@ -4,12 +4,12 @@ import os
 
 import pytest
 import torch
+from reference_plugins import ReferencePlugin
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, LaunchError
 from booster_core.ranks import DistCoordinator
 from booster_runtime import full_gradient
-from booster_testing.reference import ReferencePlugin
 from booster_tools import notebook_launch
 
 

@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 from command_runs import command_runner
+from reference_plugins import ReferencePlugin
 
 from booster_core.errors import ConfigError, PluginError
 from booster_testing import close_ranks, run_on_ranks
-from booster_testing.reference import ReferencePlugin
 from booster_tools import TrainingFunctions
 from booster_tools.cli import plan as plan_command
 from booster_tools.planning import Candidate, Devices, candidates, plan

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -11,7 +12,6 @@ from booster_core.errors import ConfigError
 from booster_runtime import collectives
 from booster_runtime.memory import has_values
 from booster_testing import run_on_ranks
-from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 from booster_tools.planning import TrainingStep, measure, shares_of, simulate
 from booster_tools.planning.recorder import recorded
 from booster_tools.planning.world import planned_world

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from reference_plugins import ReferencePlugin
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -12,7 +13,6 @@ from booster_core.ranks import NamedCall
 from booster_core.ranks.calls import OBSERVERS
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
-from booster_testing.reference import ReferencePlugin
 from booster_tools import profile
 
 PARTS = {"forward", "backward", "clip_grad_by_norm", "step", "reduce", "save"}

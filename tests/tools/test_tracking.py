@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+from reference_plugins import ReferencePlugin
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_testing import run_on_ranks
-from booster_testing.reference import ReferencePlugin
 from booster_tools.tracking import (
     JsonLines,
     MLflow,

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from reference_plugins import ReferencePipelinePlugin, ReferencePlugin, ReferenceStateAdapter
 from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyMLP
-from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin, ReferenceStateAdapter
 from booster_tools import TrainingFunctions, verify
 from booster_tools.rehearsal import random_state_kept
 

@@ -26,7 +26,7 @@ def loss(outputs, batch):
 """
 RANK = """
 import sys
-from booster_testing.reference import ReferencePlugin
+from reference_plugins import ReferencePlugin
 from booster_tools.cli import _verify_rank as rank
 rank.load = lambda name: ReferencePlugin
 sys.exit(rank.main(*sys.argv[1:]))

@@ -118,7 +118,7 @@ def evaluate_seq2seq(name, folder):
 
 
 def test_predictions_of_sequences_have_each_sample_once_and_losses_as_in_one_process(tmp_path):
-    from booster_testing.reference import ReferencePlugin
+    from reference_plugins import ReferencePlugin
 
     [expected] = run_on_ranks(evaluate_seq2seq, 1, None, tmp_path)
     assert {number for *_, number in expected} == {found[-1] for found in expected.values()}
@@ -319,7 +319,7 @@ from transformers import TrainingArguments
 args = TrainingArguments(output_dir="run", use_cpu=True, report_to="none", max_steps=1, save_strategy="no")
 import torch
 from booster_core import Booster, launch_from_torch
-from booster_testing.reference import ReferencePlugin
+from reference_plugins import ReferencePlugin
 from booster_trainer import BoosterTrainer
 
 assert torch.distributed.is_initialized()

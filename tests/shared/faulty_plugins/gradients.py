@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from reference_plugins import ReferenceOptimizer, ReferencePlugin
 from typing_extensions import override
 
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import ModelWrapper
-from booster_testing.reference import ReferenceOptimizer, ReferencePlugin
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

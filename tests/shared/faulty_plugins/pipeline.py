@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from booster_testing.reference import ReferencePipelinePlugin
+from reference_plugins import ReferencePipelinePlugin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from reference_plugins import ReferencePlugin, ReferenceStateAdapter
 from typing_extensions import override
 
 from booster_core.plugin import unwrap_model
 from booster_core.state import NamedTensors
-from booster_testing.reference import ReferencePlugin, ReferenceStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -38,17 +38,7 @@ __all__ = [
     "shutdown",
 ]
 
-_import, _names = public_names(
-    __name__,
-    {
-        ".booster": ["Booster"],
-        ".checkpoint_io": ["CheckpointIO"],
-        ".plugin": ["BoostContext", "Boosted", "Capability", "PipelinePlugin", "Plugin", "hookimpl"],
-        ".precision": ["LossScaleConfig", "PrecisionPolicy"],
-        ".ranks": ["DistCoordinator"],
-        ".ranks.launch": ["launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch", "shutdown"],
-    },
-)
+_import, _names = public_names(__name__)
 
 
 def __getattr__(name: str) -> object:

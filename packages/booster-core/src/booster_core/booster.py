@@ -615,7 +615,7 @@ class Booster:
             model: As for `save_model`.
             checkpoint: A file, an index, or a folder.
             strict: Raise unless model and checkpoint hold the same tensors; ``False`` loads those that fit.
-            low_cpu_mem_mode: Read only what this rank holds, straight into place; ``False`` reads whole files first.
+            low_cpu_mem_mode: Has no effect: only what this rank holds is read, straight into place.
             num_threads: How many parts of a large tensor are read at once.
             rename: Regular expressions and what replaces them in the checkpoint's names, one after the other:
                 ``{"^": "model."}`` adds a prefix. Or a function from a checkpoint's name to the model's.
@@ -630,12 +630,12 @@ class Booster:
 
         Collective: every rank of the world.
         """
+        del low_cpu_mem_mode
         self._check_module(model, "load_model")
         request = LoadRequest(
             call="load_model",
             path=checkpoint,
             strict=strict,
-            low_cpu_mem_mode=low_cpu_mem_mode,
             num_threads=num_threads,
             rename=rename,
             exclude=exclude,
@@ -731,9 +731,8 @@ class Booster:
         Collective: every rank of the world.
         """
         model = self._model_of(optimizer, "load_optimizer")
-        request = LoadRequest(
-            call="load_optimizer", path=checkpoint, low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads
-        )
+        del low_cpu_mem_mode
+        request = LoadRequest(call="load_optimizer", path=checkpoint, num_threads=num_threads)
         with self._announced("optimizer", request):
             self.checkpoint_io.load_optimizer(self.state_adapter(model), request)
 

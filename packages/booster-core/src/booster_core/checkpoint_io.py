@@ -268,7 +268,6 @@ class LoadRequest:
         call: What the user called; appears in messages.
         path: A file or folder; it becomes absolute at once. A URL stays as it is.
         strict: Raise unless all that is loaded fits.
-        low_cpu_mem_mode: Read only what this rank holds; ``False`` reads whole files first.
         num_threads: How many parts of a large tensor are read at once.
         verify: Compare checksums of a step.
         rename: Changes the checkpoint's names.
@@ -283,7 +282,6 @@ class LoadRequest:
     call: str
     path: str | Path
     strict: bool = True
-    low_cpu_mem_mode: bool = True
     num_threads: int = 1
     verify: bool = True
     rename: Mapping[str, str] | Callable[[str], str] | None = None

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable
 
 __all__ = ["public_names"]
 
 
-def public_names(
-    package: str, modules: Mapping[str, Iterable[str]]
-) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def public_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and ``__dir__`` of a package that imports its public names on first use.
+
+    The names, and the modules that they are in, are those that its source imports ``if TYPE_CHECKING``.
 
     Args:
         package: The package's own ``__name__``.
-        modules: Which names each module defines, by the module's name: whole, or relative as in ``".interface"``.
     """
-    homes = {name: module for module, names in modules.items() for name in names}
+    module = sys.modules[package]
+    blocks = [each for each in ast.parse(inspect.getsource(module)).body if isinstance(each, ast.If)]
+    imports = [each for block in blocks for each in block.body if isinstance(each, ast.ImportFrom)]
+    homes = {alias.name: str(each.module) for each in imports for alias in each.names}
 
     def get(name: str) -> object:
         if name not in homes:
             msg = f"module '{package}' has no attribute '{name}'"
             raise AttributeError(msg)
-        value = getattr(importlib.import_module(homes[name], package), name)
-        setattr(sys.modules[package], name, value)
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(module, name, value)
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        return sorted({*vars(module), *homes})
 
     return get, names

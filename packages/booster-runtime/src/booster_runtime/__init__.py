@@ -64,25 +64,4 @@ __all__ = [
     "whole_parameters",
 ]
 
-__getattr__, __dir__ = public_names(
-    __name__,
-    {
-        ".activations": ["disable_activation_checkpointing", "enable_activation_checkpointing"],
-        ".compiling": ["compile_layers"],
-        ".causal_lm_loss": ["enable_linear_cross_entropy"],
-        ".data.batches": ["to_device"],
-        ".data.mixing": ["MixedStreams"],
-        ".data.packing": ["FirstFitDocuments", "PackedDocuments", "cu_seq_lens", "document_mask"],
-        ".data.metrics": ["gather_for_metrics", "reduce"],
-        ".moving_average": ["ema"],
-        ".exported_tensors": ["whole_parameters"],
-        ".float8": ["convert_to_float8"],
-        ".whole_tensors": ["full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"],
-        ".muon": ["Muon"],
-        ".lazy": ["LazyInitContext"],
-        ".vocabulary_loss": ["linear_cross_entropy"],
-        ".loops": ["Evaluation", "StopSignal", "accumulate", "evaluate_batch", "join", "train_batch"],
-        ".offloading": ["offload_states", "reload_states"],
-        ".replicas": ["check_replicas"],
-    },
-)
+__getattr__, __dir__ = public_names(__name__)

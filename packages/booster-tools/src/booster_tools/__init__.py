@@ -34,17 +34,4 @@ __all__ = [
     "verify",
 ]
 
-__getattr__, __dir__ = public_names(
-    __name__,
-    {
-        ".batch_size": ["BatchSize", "find_batch_size"],
-        ".determinism": ["deterministic"],
-        ".functions": ["TrainingFunctions"],
-        ".guarding": ["guard"],
-        ".notebooks": ["notebook_launch"],
-        ".planning": ["choose_plugin", "plan"],
-        ".profiling": ["profile"],
-        ".tracking": ["track"],
-        ".verification": ["verify"],
-    },
-)
+__getattr__, __dir__ = public_names(__name__)

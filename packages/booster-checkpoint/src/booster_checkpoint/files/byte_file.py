@@ -7,7 +7,6 @@ as columns of a matrix, are read in windows, gaps included, and copied out of th
 from __future__ import annotations
 
 import math
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,20 +30,15 @@ class ByteFile:
     Args:
         file: The open file, which `close` closes.
         checks: Verifies what is read.
-        in_memory: Read all of it at once when the first box is asked for, and take boxes from there.
 
     Attributes:
         size: Its size in bytes.
-        is_in_memory: Whether boxes come from memory.
     """
 
-    def __init__(self, file: OpenFile, checks: CheckedReads | None = None, *, in_memory: bool = False) -> None:
+    def __init__(self, file: OpenFile, checks: CheckedReads | None = None) -> None:
         self.file = file
         self.size = file.size
-        self.is_in_memory = in_memory
         self._checks = checks
-        self._content: memoryview | None = None
-        self._lock = threading.Lock()
 
     def ranges_of(self, offset: int, shape: tuple[int, ...], itemsize: int, box: Box) -> Iterator[tuple[int, int]]:
         """Yield the ranges of the file that `read_box` reads, checks included."""
@@ -74,9 +68,6 @@ class ByteFile:
             CheckpointError: As `read_into` does.
         """
         target = as_array(as_bytes(out), 0, box_shape(box), itemsize)
-        if self.is_in_memory:
-            np.copyto(target, as_array(self._whole(), offset, shape, itemsize)[slices_of(box)])
-            return
         if _gap_of(shape, box) * itemsize > self.file.gap_bytes or is_contiguous(shape, box):
             starts, length = runs_of(shape, box)
             memory, run_bytes = as_bytes(out), length * itemsize
@@ -99,21 +90,12 @@ class ByteFile:
     def close(self) -> None:
         """Let go of the file."""
         self.file.close()
-        self._content = None
 
     def _read(self, target: memoryview, offset: int, kept: Kept | None = None) -> None:
         if self._checks is None:
             self.file.read_into(target, offset)
         else:
             self._checks.read(self.file.read_into, target, offset, kept)
-
-    def _whole(self) -> memoryview:
-        with self._lock:
-            if self._content is None:
-                content = np.empty(self.size, dtype=np.uint8).data
-                self._read(content, 0)
-                self._content = content
-            return self._content
 
 
 def pieces_of(shape: tuple[int, ...], box: Box, itemsize: int, window_bytes: int, gap_bytes: int) -> Iterator[Box]:

@@ -166,20 +166,7 @@ class CheckedReads:
         self._is_checked = bytearray(len(blocks))
         self._is_shared = is_shared
         self._on_damage = on_damage
-        self._turn, self._num_turns = 0, 1
         self._last = -1, memoryview(b"")  # one object, which threads replace at once
-
-    def split_verification(self, turn: int, num_turns: int) -> None:
-        """Leave blocks to other ranks that read the same of this file, each of them to one.
-
-        Args:
-            turn: This rank's place among these ranks.
-            num_turns: Their number.
-
-        Collective: none, but each of the ranks must do the same.
-        """
-        if self._is_shared:
-            self._turn, self._num_turns = turn, num_turns
 
     def read(self, read: Read, target: memoryview, offset: int, kept: Kept | None = None) -> None:
         """Fill ``target`` from a byte offset, and verify the blocks that are this rank's to verify.
@@ -198,7 +185,7 @@ class CheckedReads:
             begin, end = self._ends[index] - self._blocks[index].nbytes, self._ends[index]
             part = target[: end - offset]
             has_first = begin >= offset and (kept is None or begin in kept)
-            is_ours = index % self._num_turns == self._turn and (has_first or not self._is_shared)
+            is_ours = has_first or not self._is_shared
             if len(part) == end - begin:
                 self._read_whole(index, read, part, is_checked=is_ours)
             elif self._last[0] == index or (is_ours and not self._is_checked[index]):

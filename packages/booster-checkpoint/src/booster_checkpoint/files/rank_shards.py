@@ -39,7 +39,6 @@ class RankShards(TensorFile):
     Args:
         path: The folder.
         sizes: The files in it, and their sizes.
-        in_memory: Read each file as a whole, once.
         checks: Returns what verifies a file while it is read, by its path.
 
     Raises:
@@ -50,8 +49,6 @@ class RankShards(TensorFile):
         self,
         path: Location,
         sizes: Mapping[str, int | None],
-        *,
-        in_memory: bool = False,
         checks: Callable[[Location], CheckedReads | None] = lambda _: None,
     ) -> None:
         self.path = path
@@ -61,7 +58,7 @@ class RankShards(TensorFile):
         self._parts: dict[str, list[tuple[Box, SafetensorsFile]]] = {}
         try:
             for opened in path.open_files(sizes):
-                file = SafetensorsFile(opened, in_memory=in_memory, checks=checks(opened.place))
+                file = SafetensorsFile(opened, checks(opened.place))
                 self._files.append(file)
                 begins = _begins_in(file)
                 for key, meta in file.tensors.items():

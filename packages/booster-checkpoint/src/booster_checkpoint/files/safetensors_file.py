@@ -108,7 +108,6 @@ class SafetensorsFile(TensorFile):
 
     Args:
         file: The open file, which is closed with this one, or if this fails.
-        in_memory: Read all of it at once.
         checks: Verifies what is read.
 
     Attributes:
@@ -118,9 +117,9 @@ class SafetensorsFile(TensorFile):
         CheckpointDamagedError: If the file is truncated, its header is damaged, or its tensors overlap or leave it.
     """
 
-    def __init__(self, file: OpenFile, *, in_memory: bool = False, checks: CheckedReads | None = None) -> None:
+    def __init__(self, file: OpenFile, checks: CheckedReads | None = None) -> None:
         self.path = file.place
-        self._bytes = ByteFile(file, checks, in_memory=in_memory)
+        self._bytes = ByteFile(file, checks)
         try:
             self._size = self._bytes.size
             header, self._start = self._read_header()
@@ -253,12 +252,11 @@ def _values_in(path: Location, metadata: Any) -> dict[str, Any]:
     return values
 
 
-def open_tensor_file(file: OpenFile, *, in_memory: bool = False, checks: CheckedReads | None = None) -> TensorFile:
+def open_tensor_file(file: OpenFile, checks: CheckedReads | None = None) -> TensorFile:
     """Read the directory of a file of tensors of either kind; the kind is told by its content, not by its name.
 
     Args:
         file: The open file, which is closed with the result, or if this fails.
-        in_memory: Read all of it at once, in order, instead of the parts that are asked for.
         checks: Verifies what is read; of a safetensors file only.
 
     Raises:
@@ -276,8 +274,8 @@ def open_tensor_file(file: OpenFile, *, in_memory: bool = False, checks: Checked
     if (start[:4] == b"PK\x03\x04" or is_pickle) and start[8:] != b"{":
         from booster_checkpoint.files.torch_file import TorchFile
 
-        return TorchFile(file, in_memory=in_memory)
-    return SafetensorsFile(file, in_memory=in_memory, checks=checks)
+        return TorchFile(file)
+    return SafetensorsFile(file, checks)
 
 
 def is_low_bit(dtype: torch.dtype) -> bool:

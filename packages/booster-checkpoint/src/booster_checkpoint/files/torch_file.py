@@ -89,19 +89,18 @@ class TorchFile(TensorFile):
 
     Args:
         file: The open file, which is closed when all that it holds is known.
-        in_memory: Read all values at once.
 
     Raises:
         CheckpointDamagedError: If it is damaged, holds something else, or holds objects that would have to be
             executed to be read.
     """
 
-    def __init__(self, file: OpenFile, *, in_memory: bool = False) -> None:
+    def __init__(self, file: OpenFile) -> None:
         self.path = file.place
         self._tensors: dict[str, torch.Tensor] = {}
         self.values = {}
         try:
-            content = _load(file, in_memory=in_memory)
+            content = _load(file)
         finally:
             file.close()
         if not isinstance(content, dict):
@@ -197,13 +196,13 @@ def check_is_finite(content: Any, nbytes: int) -> None:
             stack.extend(value.values() if isinstance(value, dict) else value)
 
 
-def _load(file: OpenFile, *, in_memory: bool) -> Any:
+def _load(file: OpenFile) -> Any:
     """Return the content of a file."""
     path = file.place
     try:
         # By its name, torch would read another kind; it can't map what it wrote before version 1.6.
         can_map = path.suffix != SAFETENSORS and file.stream().read(2) == b"PK"
-        if isinstance(path, LocalLocation) and can_map and not in_memory:
+        if isinstance(path, LocalLocation) and can_map:
             content = load_plainly(path.path, is_mapped=True)
         else:
             content = load_plainly(file.stream())

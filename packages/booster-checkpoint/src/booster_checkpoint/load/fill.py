@@ -15,7 +15,6 @@ import torch
 from booster_checkpoint.save.fragments import DeviceCopies, host_buffer
 from booster_checkpoint.session import timed
 from booster_checkpoint.storage.stored_file import ReadAhead, StoredFile
-from booster_core.ranks import digest
 from booster_core.state import Region, TensorShard, regions_of, unpack
 
 if TYPE_CHECKING:
@@ -78,28 +77,8 @@ class ShardLoader:
         with timed(self.call, self.path, total_bytes):
             if keeps_values and not self.path.is_cached_by_host:
                 shards = functools.partial(self._in_file_order, shards)
-            elif keeps_values and self.session.world_size > 1:
-                shards = self._take_turns(shards)
             with self.session.together(self.call, self.path, for_long=True, nbytes=total_bytes):
                 self._fill(shards())
-
-    def _take_turns(self, shards: Callable[[], Iterable[TensorShard]]) -> Callable[[], Iterable[TensorShard]]:
-        """Let ranks of a host that read the same, through one page cache, verify every block once between them.
-
-        Returns:
-            What returns the shards that are loaded, which have been listed once: that takes as long as reading some.
-        """
-        session, listed = self.session, list[TensorShard]()
-
-        def look() -> bytes:
-            listed.extend(filter(self._is_loaded, shards()))
-            filled = ((each.key, self.homes[each.key], each.global_shape, each.box, each.flat) for each in listed)
-            return digest(repr(list(filled)))
-
-        told = list(zip(session.hosts(), session.gather(self.call, self.path, look), strict=True))
-        mates = [rank for rank, each in enumerate(told) if each == told[session.rank]]
-        self.source.split_verification(mates.index(session.rank), len(mates))
-        return lambda: listed
 
     def _in_file_order(self, shards: Callable[[], Iterable[TensorShard]]) -> Iterator[TensorShard]:
         """Start to read what this rank needs from a URL, and yield its shards in the order in which that arrives."""
@@ -129,7 +108,7 @@ class ShardLoader:
         """
         key = self.stored.get(shard.key)
         place = None if key is None else self.source.place_of(key)
-        if key is None or place is None or place[0].is_in_memory:
+        if key is None or place is None:
             return []
         (content, offset), meta = place, self.source.tensors[key]
         assert isinstance(content.file, StoredFile), "at a URL"

@@ -93,7 +93,6 @@ class ModelLoad:
                 open_source(
                     path,
                     MODEL,
-                    in_memory=not request.low_cpu_mem_mode,
                     checks=checks,
                     listed=listed,
                     dequantized=not holds_low_bits(state.module),
@@ -196,9 +195,7 @@ class OptimizerLoad:
 
         def look() -> list[Any]:
             nonlocal source, saved
-            source = stack.enter_context(
-                open_source(path, OPTIMIZER, in_memory=not request.low_cpu_mem_mode, checks=checks, listed=listed)
-            )
+            source = stack.enter_context(open_source(path, OPTIMIZER, checks=checks, listed=listed))
             is_by_position = {"state", "param_groups"} <= source.values.keys()  # as torch saves its `state_dict`
             saved = None if is_by_position else read_optimizer_info(source)
             return OptimizerInfo.of(adapter).entries()

@@ -237,7 +237,6 @@ class Source:
     Args:
         path: A file, an index, or a folder.
         kind: ``"model"`` or ``"optimizer"``.
-        in_memory: Read each file as a whole, once, instead of the parts that are asked for.
         checks: Returns what verifies a file while it is read, by its path.
         listed: What the folder holds, where that is known; see `Location.children`. It is not listed then.
 
@@ -250,13 +249,11 @@ class Source:
         path: Path | str | Location,
         kind: str,
         *,
-        in_memory: bool = False,
         checks: Callable[[Location], CheckedReads | None] = lambda _: None,
         listed: Mapping[str, int | None] | None = None,
     ) -> None:
         self.path = locate(path)
         self._files: list[TensorFile] = []
-        self._checked: list[CheckedReads] = []
         self._home: dict[str, TensorFile] = {}
         self._weights: dict[str, QuantizedWeight] = {}
         self.tensors: dict[str, TensorMeta] = {}
@@ -264,7 +261,7 @@ class Source:
         self.index: Location | None = None
         self._is_folder = False
         try:
-            self._open(kind, listed, in_memory=in_memory, checks=lambda path: self._remember(checks(path)))
+            self._open(kind, listed, checks)
         except BaseException:
             self.close()
             raise
@@ -273,8 +270,6 @@ class Source:
         self,
         kind: str,
         listed: Mapping[str, int | None] | None,
-        *,
-        in_memory: bool,
         checks: Callable[[Location], CheckedReads | None],
     ) -> None:
         folder, size = self.path, self.path.size() if listed is None else None
@@ -301,23 +296,13 @@ class Source:
                 from booster_checkpoint.files.rank_shards import RankShards
 
                 sizes = {name: listed[name] for name in shards}
-                self._add(RankShards(folder, sizes, in_memory=in_memory, checks=checks), None)
+                self._add(RankShards(folder, sizes, checks), None)
                 return
             found = _find(folder, kind, listed)
         self.index = None if found.index is None else folder / found.index
         opened = folder.open_files({name: listed.get(name) for name in found.files})
         for file, expected in zip(opened, found.files.values(), strict=True):
-            self._add(open_tensor_file(file, in_memory=in_memory, checks=checks(file.place)), expected)
-
-    def _remember(self, reads: CheckedReads | None) -> CheckedReads | None:
-        if reads is not None:
-            self._checked.append(reads)
-        return reads
-
-    def split_verification(self, turn: int, num_turns: int) -> None:
-        """Verify what other ranks of this host that read the same do not; see `CheckedReads.split_verification`."""
-        for reads in self._checked:
-            reads.split_verification(turn, num_turns)
+            self._add(open_tensor_file(file, checks(file.place)), expected)
 
     @property
     def groups_path(self) -> Location | None:
@@ -419,13 +404,12 @@ def open_source(
     path: Path | str | Location,
     kind: str,
     *,
-    in_memory: bool = False,
     checks: Callable[[Location], CheckedReads | None] = lambda _: None,
     listed: Mapping[str, int | None] | None = None,
     dequantized: bool = False,
 ) -> Iterator[Source]:
     """Open a checkpoint for the body, in any of its forms, also with `Source.dequantize`; see `Source`."""
-    source = Source(path, kind, in_memory=in_memory, checks=checks, listed=listed)
+    source = Source(path, kind, checks=checks, listed=listed)
     try:
         if dequantized:
             source.dequantize()

@@ -1,9 +1,9 @@
 """Writes folders of ``torch.distributed.checkpoint`` (DCP), for those who want torch's own tools to read them.
 
-torch plans and writes the table; this file tells it which boxes of which tensors this rank holds, and writes them one
-after the other: torch's own loop keeps a copy of every tensor until its file is complete. Flat ranges become a few
-boxes. A tied tensor is written once and listed under all of its names, and an optimizer's state has torch's own nesting
-(``state.<parameter>.<state>``, ``param_groups``).
+Each rank writes its boxes one after the other into a file of its own, and rank 0 the table of all: torch's own loop
+keeps a copy of every tensor until its file is complete. Flat ranges become a few boxes. A tied tensor is written once
+and listed under all of its names, and an optimizer's state has torch's own nesting (``state.<parameter>.<state>``,
+``param_groups``).
 
 A folder that is there gets its new files next to the old ones. Replacing the table is what moves from the one to the
 other, so that a kill at any instant leaves one of them.
@@ -12,16 +12,13 @@ other, so that a kill at any instant leaves one of them.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import shutil
-import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -31,11 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-from typing_extensions import override
 
 from booster_checkpoint.files.dcp import GROUPS, METADATA, SHAPES, STATE, read_table
 from booster_checkpoint.save.parts import MergedPart, ModelPart, OptimizerPart, Part
@@ -43,162 +36,108 @@ from booster_checkpoint.save.plan import OwnedTensors, SpecTables
 from booster_checkpoint.storage import LocalLocation, locate
 from booster_checkpoint.storage.location import new_token, sync_folder, temporary_name, temporary_pattern
 from booster_core.errors import CheckpointError, ConfigError
-from booster_core.ranks import name_ranks
-from booster_core.state import OptimizerInfo, box_shape, distinct, pack, regions_of
+from booster_core.state import OptimizerInfo, TensorMeta, box_numel, box_shape, distinct, full_box, pack, regions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from booster_checkpoint.session import Session
     from booster_checkpoint.storage import Location
-    from booster_core.state import TensorShard
+    from booster_core.state import Box, TensorShard
 
 _PathInState = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class _Chunk:
-    """A box of a tensor that this rank writes: a run of a shard's values."""
-
-    shard: TensorShard
-    dtype: torch.dtype
-    start: int
-    shape: tuple[int, ...]
-
-
-class _ShardPlanner(SavePlanner):
-    """Tells torch what this rank holds, and gives it the values when it asks.
+class _Item:
+    """What this rank writes under one name: a box of a tensor, or a value that is none.
 
     Args:
-        chunks: This rank's boxes, by their offsets.
-        sizes: Shape and dtype of each whole tensor written here in part.
-        values: Values that are not tensors, and that this rank writes.
-        paths: The path of each name in the nested state.
+        path: The keys that lead to it in the nested state; the name is these, joined.
+        value: What it is, where it is no tensor.
+        shard: The shard that the box is a run of values of.
+        dtype: The tensor's element type in the file.
+        start: Where the run begins.
+        box: The index range of the whole tensor.
     """
 
-    def __init__(
-        self,
-        chunks: Mapping[MetadataIndex, _Chunk],
-        sizes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-        values: Mapping[str, Any],
-        paths: Mapping[str, _PathInState],
-    ) -> None:
-        self._chunks = chunks
-        self._sizes = sizes
-        self._values = values
-        self._paths = dict(paths)
+    path: _PathInState
+    value: Any = None
+    shard: TensorShard | None = None
+    dtype: torch.dtype = torch.float32
+    start: int = 0
+    box: Box = ()
 
-    @override
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        pass
+    @property
+    def meta(self) -> TensorMeta | None:
+        """What the whole tensor is; ``None`` for a value that is none."""
+        return None if self.shard is None else TensorMeta(shape=self.shard.global_shape, dtype=self.dtype)
 
-    @override
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for index, chunk in self._chunks.items():
-            assert index.offset is not None, "made with an offset"
-            shape, dtype = self._sizes[index.fqn]
-            data = TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets=index.offset, sizes=torch.Size(chunk.shape)),
-                properties=TensorProperties(dtype=dtype),
-                size=torch.Size(shape),
-            )
-            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-        items += [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in self._values]
-        return SavePlan(items, planner_data=self._paths)
-
-    @override
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        table: dict[str, Any] = {}
-        paths: dict[str, _PathInState] = {}
-        for plan in all_plans:
-            paths |= plan.planner_data
-            for item in plan.items:
-                if item.tensor_data is None:
-                    table[item.index.fqn] = BytesStorageMetadata()
-                    continue
-                data = item.tensor_data
-                entry = table.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-                entry.chunks.append(data.chunk)
-        return all_plans, Metadata(state_dict_metadata=table, planner_data=paths)
-
-    @override
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    @override
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            stream = io.BytesIO()
-            torch.save(self._values[write_item.index.fqn], stream)
-            return stream
-        chunk = self._chunks[write_item.index]
-        count = torch.Size(chunk.shape).numel()
-        values = torch.empty(count, dtype=chunk.dtype)
-        pack(chunk.shard.data.detach(), chunk.start, chunk.start + count, values)
-        return values.view(chunk.shape)
+    def content(self) -> Any:
+        """Return the value, or a copy of the box' values."""
+        if self.shard is None:
+            return self.value
+        values = torch.empty(box_numel(self.box), dtype=self.dtype)
+        pack(self.shard.data.detach(), self.start, self.start + values.numel(), values)
+        return values.view(box_shape(self.box))
 
 
-class _StreamWriter(FileSystemWriter):
-    """torch's writer, with one tensor in memory at a time, and a table that lists tied tensors under all their names.
+_Written = tuple[_PathInState, "TensorMeta | None", "Box", "tuple[str, int, int]"]
+"""The path of an item, the meta and box of a tensor's, and its file, first byte and number of bytes."""
+
+
+def _write_items(items: Iterable[_Item], path: Path) -> list[_Written]:
+    """Write a file of small ``torch.save`` files, one after the other, with one tensor in memory at a time."""
+    path.parent.mkdir(exist_ok=True)
+    written: list[_Written] = []
+    with path.open("wb") as stream:
+        for item in items:
+            start = stream.tell()
+            _save(item.content(), stream)
+            written.append((item.path, item.meta, item.box, (path.name, start, stream.tell() - start)))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return written
+
+
+def _write_table(folder: Path, told: Iterable[list[_Written]], aliases: Mapping[str, str], below: _PathInState) -> None:
+    """Write the table of what all ranks have written, which lists tied tensors under all their names.
 
     Args:
-        path: The folder.
-        name: The name of this rank's file.
+        folder: The folder of their files.
+        told: What `_write_items` returned on each rank.
         aliases: For each further name of a tied tensor, its first name.
         below: The key of the state that is written, in the nested one.
     """
-
-    def __init__(self, path: Path, name: str, aliases: Mapping[str, str], below: _PathInState) -> None:
-        super().__init__(path)
-        self._file = path / name
-        self._aliases, self._below = aliases, below
-
-    @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = []
-        with self._file.open("wb") as stream:
-            for item in plan.items:
-                start = stream.tell()
-                data = planner.resolve_data(item)
-                if isinstance(data, io.BytesIO):
-                    stream.write(data.getbuffer())
-                else:
-                    _save(data, stream)
-                del data
-                nbytes = stream.tell() - start
-                place = _StorageInfo(self._file.name, start, nbytes)
-                results.append(WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=place))
-            stream.flush()
-            os.fsync(stream.fileno())
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    @override
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        table: dict[str, Any] = metadata.state_dict_metadata
-        further: list[WriteResult] = []
-        for further_name, first_name in self._aliases.items():
-            alias, name = (".".join((*self._below, each)) for each in (further_name, first_name))
-            if name in table and alias not in table:
-                table[alias] = table[name]
-                further += [
-                    replace(result, index=replace(result.index, fqn=alias))
-                    for rank_results in results
-                    for result in rank_results
-                    if result.index.fqn == name
-                ]
-                if isinstance(metadata.planner_data, dict):
-                    metadata.planner_data[alias] = (*self._below, further_name)
-        super().finish(metadata, [*results, further])
+    further: dict[_PathInState, list[_PathInState]] = {}
+    for alias, name in aliases.items():
+        further.setdefault((*below, name), []).append((*below, alias))
+    entries: dict[str, Any] = {}
+    paths: dict[str, _PathInState] = {}
+    results = []
+    for first, meta, box, (file, start, nbytes) in (each for of_rank in told for each in of_rank):
+        for path in (first, *further.get(first, ())):
+            name = ".".join(map(str, path))
+            paths[name] = path
+            index = MetadataIndex(name)
+            if meta is None:
+                entries[name] = BytesStorageMetadata()
+            else:
+                properties = TensorProperties(dtype=meta.dtype)
+                entry = entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(meta.shape), []))
+                chunk = ChunkStorageMetadata(torch.Size(begin for begin, _ in box), torch.Size(box_shape(box)))
+                entry.chunks.append(chunk)
+                index = MetadataIndex(name, chunk.offsets)
+            place = _StorageInfo(file, start, nbytes)
+            results.append(WriteResult(index=index, size_in_bytes=nbytes, storage_data=place))
+    FileSystemWriter(folder).finish(Metadata(state_dict_metadata=entries, planner_data=paths), [results])
 
 
-def _save(tensor: torch.Tensor, stream: IO[bytes]) -> None:
-    """Write a tensor, and raise what the file system said, which torch leaves behind its own error."""
+def _save(value: Any, stream: IO[bytes]) -> None:
+    """Write a value, and raise what the file system said, which torch leaves behind its own error."""
     try:
-        torch.save(tensor, stream)
+        torch.save(value, stream)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from error
@@ -257,22 +196,14 @@ def save_dcp(name: str, session: Session, part: Part, folder: Location, prefix: 
         merged = part.merge([entries[:-3] for entries in gathered], session.rank)
         tables.merge(part, owned, [entries[-3] for entries in gathered], merged.specs, None)
         aliases = {alias: first for known in distinct(each[-2] for each in gathered) for alias, first in known.items()}
-        with session.together(name, path):
-            planner = _make_planner(part, merged, session.rank, below)
-            file_name = f"__{session.rank}_{f'{token}_' if is_replaced else ''}0.distcp"  # not those of the old one
-        group = session.cpu_group() if session.world_size > 1 else None
-        # Inside of `together` although it communicates: torch carries a failure on one rank to all of them.
-        with session.together(name, path), _failures_as_our_own(session.rank), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is meant
-            save(
-                {},
-                storage_writer=_StreamWriter(temporary, file_name, aliases, below),
-                planner=planner,
-                process_group=group,
-                no_dist=group is None,
-            )
+        file_name = f"__{session.rank}_{f'{token}_' if is_replaced else ''}0.distcp"  # not those of the old one
+        written: list[_Written] = []
+        with session.together(name, path, for_long=True):
+            written = _write_items(_items_of(part, merged, session.rank, below), temporary / file_name)
+        told = session.gather(name, path, lambda: written)
         with session.together(name, path):
             if session.rank == 0:
+                _write_table(temporary, told, aliases, below)
                 _put_in_place(temporary, path)
     except BaseException:
         if session.rank == 0 and temporary is not None:
@@ -281,24 +212,6 @@ def save_dcp(name: str, session: Session, part: Part, folder: Location, prefix: 
             with contextlib.suppress(OSError):
                 above.rmdir()
         raise
-
-
-@contextlib.contextmanager
-def _failures_as_our_own(rank: int) -> Iterator[None]:
-    """Raise what torch's exception carries, which is no `Exception`: what failed on this rank.
-
-    Where nothing has, the body ends, and the rank hears of the others' errors as of any other.
-    """
-    try:
-        yield
-    except CheckpointException as error:
-        failures = {other: failure for other, (failure, _) in error.failures.items()}
-        if rank in failures:
-            raise failures[rank] from error
-        interrupted = [other for other, failure in failures.items() if not isinstance(failure, Exception)]
-        if interrupted:  # it ends, and tells nobody
-            msg = f"The save was interrupted on {name_ranks(interrupted)}; nothing was changed."
-            raise CheckpointError(msg) from error
 
 
 def _check_target(path: Path, *, is_optimizer: bool) -> None:
@@ -347,30 +260,18 @@ def _put_in_place(temporary: Path, path: Path) -> None:
                 entry.unlink(missing_ok=True)
 
 
-def _make_planner(part: Part, merged: MergedPart, rank: int, below: _PathInState) -> _ShardPlanner:
-    """Return what this rank writes of a part, below a key of the nested state."""
-    chunks: dict[MetadataIndex, _Chunk] = {}
-    sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    paths: dict[str, _PathInState] = {}
+def _items_of(part: Part, merged: MergedPart, rank: int, below: _PathInState) -> Iterator[_Item]:
+    """Yield what this rank writes of a part, below a key of the nested state."""
     # Not the tensors inside of extra state: torch pickles a module's extra state as one object.
     for shard in part.owned_shards():
         path = (*below, shard.name) if shard.state is None else (*below, STATE, shard.name, shard.state)
-        fqn = ".".join(path)
         dtype = part.file_dtype(shard)
-        sizes[fqn] = shard.global_shape, dtype
-        paths[fqn] = path
         for region in regions_of(shard.box, shard.flat):
-            index = MetadataIndex(fqn, torch.Size(start for start, _ in region.box))
-            chunks[index] = _Chunk(shard, dtype, region.start, box_shape(region.box))
+            yield _Item(path, shard=shard, dtype=dtype, start=region.start, box=region.box)
         if 0 in shard.global_shape:
-            index = MetadataIndex(fqn, torch.Size(0 for _ in shard.global_shape))
-            chunks[index] = _Chunk(shard, dtype, 0, shard.global_shape)
-    values: dict[str, Any] = {}
+            yield _Item(path, shard=shard, dtype=dtype, box=full_box(shard.global_shape))
     for path, value in _values_of(part, merged, rank).items():
-        fqn = ".".join(str(step) for step in (*below, *path))
-        values[fqn] = value
-        paths[fqn] = (*below, *path)
-    return _ShardPlanner(chunks, sizes, values, paths)
+        yield _Item((*below, *path), value)
 
 
 def _values_of(part: Part, merged: MergedPart, rank: int) -> dict[_PathInState, Any]:

@@ -150,8 +150,7 @@ class LocalFile(OpenFile):
         self.path = place.path
         self._identity: tuple[int, ...] | None = None
         try:
-            _OPEN.take(self)
-            _OPEN.give_back(self)
+            _descriptor_of(self)
         except OSError as error:
             raise read_error(error, self.path) from error
         assert self._identity is not None, "known since it was opened"
@@ -160,83 +159,59 @@ class LocalFile(OpenFile):
     @override
     def read_into(self, target: memoryview, offset: int) -> None:
         try:
-            descriptor = _OPEN.take(self)
-            try:
-                while target:
-                    count = os.preadv(descriptor, [target[:_MAX_CALL_BYTES]], offset)
-                    if count == 0:
-                        msg = (
-                            f"'{self.path}' ended at byte {offset} while it was being read. Did something truncate it?"
-                        )
-                        raise CheckpointDamagedError(msg)
-                    target = target[count:]
-                    offset += count
-            finally:
-                _OPEN.give_back(self)
+            descriptor = _descriptor_of(self)
+            while target:
+                count = os.preadv(descriptor.number, [target[:_MAX_CALL_BYTES]], offset)
+                if count == 0:
+                    msg = f"'{self.path}' ended at byte {offset} while it was being read. Did something truncate it?"
+                    raise CheckpointDamagedError(msg)
+                target = target[count:]
+                offset += count
         except OSError as error:
             raise read_error(error, self.path, offset) from error
 
     @override
     def close(self) -> None:
-        _OPEN.close(self)
+        with _lock:
+            _open.pop(self, None)
 
-    def open(self) -> int:
+    def open(self) -> _Descriptor:
         """Return a new descriptor of the file that was there at first."""
-        descriptor = os.open(self.path, os.O_RDONLY)
-        status = os.fstat(descriptor)
+        descriptor = _Descriptor(os.open(self.path, os.O_RDONLY))
+        status = os.fstat(descriptor.number)
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if self._identity not in (None, identity):
-            os.close(descriptor)
             msg = f"'{self.path}' was replaced or changed while it was being read. Load it again."
             raise CheckpointDamagedError(msg)
         self._identity = identity
         if hasattr(os, "posix_fadvise"):
             # Tensors are read from front to back: the kernel reads twice as far ahead of a cold file.
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            os.posix_fadvise(descriptor.number, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return descriptor
 
 
-class _OpenFiles:
-    """The descriptors of files that are being read; the one that was used longest ago is closed first.
+class _Descriptor:
+    """An open file, which is closed when nobody has it any more."""
 
-    Args:
-        most: How many stay open, unless more are read at the same moment.
-    """
+    def __init__(self, number: int) -> None:
+        self.number = number
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._descriptors: dict[LocalFile, int] = {}  # in the order of use
-        self._uses: dict[LocalFile, int] = {}
-
-    def take(self, file: LocalFile) -> int:
-        with self._lock:
-            descriptor = self._descriptors.pop(file, None)
-            if descriptor is None:
-                descriptor = file.open()
-            self._descriptors[file] = descriptor
-            self._uses[file] = self._uses.get(file, 0) + 1
-            while len(self._descriptors) > self._most:
-                idle = next((each for each in self._descriptors if each not in self._uses), None)
-                if idle is None:
-                    break
-                os.close(self._descriptors.pop(idle))
-            return descriptor
-
-    def give_back(self, file: LocalFile) -> None:
-        with self._lock:
-            self._uses[file] -= 1
-            if not self._uses[file]:
-                del self._uses[file]
-
-    def close(self, file: LocalFile) -> None:
-        with self._lock:
-            descriptor = self._descriptors.pop(file, None)
-            if descriptor is not None:
-                os.close(descriptor)
+    def __del__(self) -> None:
+        os.close(self.number)
 
 
-_OPEN = _OpenFiles(_MOST_OPEN)
+_open: dict[LocalFile, _Descriptor] = {}
+"""Those that are kept open, in the order of their use."""
+_lock = threading.Lock()
+
+
+def _descriptor_of(file: LocalFile) -> _Descriptor:
+    """Return a file's descriptor; of many, the one that was used longest ago is let go."""
+    with _lock:
+        _open[file] = found = _open.pop(file, None) or file.open()
+        while len(_open) > _MOST_OPEN:
+            del _open[next(iter(_open))]
+        return found
 
 
 def read_error(error: OSError, path: object, offset: int | None = None) -> CheckpointError:

@@ -122,7 +122,6 @@ class _Request:
     start: int
     stop: int
     wanted: int
-    number: int = 0
     content: Future[memoryview] | None = field(default=None)
 
     def run(self) -> memoryview:
@@ -145,18 +144,13 @@ class ReadAhead:
         for file, start, stop in uses:
             if stop > HEAD_BYTES:  # what is before is kept from when the file was opened
                 self._add(file, start, stop, piece)
-        self._starts: dict[int, list[int]] = {}
         self._by_file: dict[int, list[_Request]] = {}
         for request in sorted(self._requests, key=lambda request: request.start):
             self._by_file.setdefault(id(request.file), []).append(request)
-            self._starts.setdefault(id(request.file), []).append(request.start)
             request.file.ahead = self
-        for number, request in enumerate(self._requests):
-            request.number = number
         self._most_bytes = most_bytes
         self._held = 0
         self._next = 0
-        self._position = 0
         self._lock = threading.Lock()
 
     def _add(self, file: StoredFile, start: int, stop: int, piece: int) -> None:
@@ -185,9 +179,9 @@ class ReadAhead:
         return True
 
     def _covering(self, file: StoredFile, start: int, stop: int) -> Iterator[tuple[_Request, int, int]]:
-        starts = self._starts.get(id(file), [])
         requests = self._by_file.get(id(file), [])
-        for index in range(max(bisect.bisect_right(starts, start) - 1, 0), len(requests)):
+        first_at = bisect.bisect_right(requests, start, key=lambda request: request.start) - 1
+        for index in range(max(first_at, 0), len(requests)):
             request = requests[index]
             if request.start >= stop:
                 return
@@ -206,7 +200,6 @@ class ReadAhead:
 
     def _take_from(self, request: _Request, nbytes: int) -> None:
         with self._lock:
-            self._position = max(self._position, request.number)
             request.wanted -= nbytes
             if request.wanted <= 0 and request.content is not None:
                 request.content = None
@@ -219,16 +212,7 @@ class ReadAhead:
             if request.content is None and request.wanted > 0:
                 nbytes = request.stop - request.start
                 if self._held and self._held + nbytes > self._most_bytes:
-                    self._drop_passed()
-                    if self._held and self._held + nbytes > self._most_bytes:
-                        return
+                    return
                 self._held += nbytes
                 request.content = request.file.requests.pool.submit(request.run)
             self._next += 1
-
-    def _drop_passed(self) -> None:
-        """Drop requests of which something was not asked for, when what comes after them was."""
-        for request in self._requests[: max(self._position - 1, 0)]:
-            if request.content is not None and request.content.done():
-                request.content, request.wanted = None, 0
-                self._held -= request.stop - request.start

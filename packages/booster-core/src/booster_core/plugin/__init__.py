@@ -81,41 +81,7 @@ __all__ = [
     "write_gradient",
 ]
 
-_import, __dir__ = public_names(
-    __name__,
-    {
-        "booster_core.state": ["StateAdapter", "TensorShard"],
-        ".checks": ["check_arguments"],
-        "booster_core.discovery": ["PluginListing", "installed", "load"],
-        ".hooks": ["hook_relay", "register_hooks", "unregister_hooks"],
-        ".hookspecs": ["hookimpl"],
-        ".interface": [
-            "API_VERSION",
-            "SYNCHRONOUS_TRAINING",
-            "BoostContext",
-            "Boosted",
-            "Capability",
-            "PipelinePlugin",
-            "Plugin",
-            "as_tuple",
-            "like",
-        ],
-        ".call_guard": ["through_guard"],
-        ".placement": [
-            "check_no_masters",
-            "holds_numbers",
-            "normalisation_parameters",
-            "place_model",
-            "rebind",
-            "stored_dtypes",
-        ],
-        ".option_types": ["check_argument_types", "check_option_types"],
-        ".single": ["SingleDevicePlugin"],
-        ".scaling": ["GradientScaling"],
-        ".optimizer": ["OptimizerWrapper", "check_loss", "unscaled_gradient", "write_gradient"],
-        ".model": ["ModelWrapper", "boosted_inside", "unwrap_model"],
-    },
-)
+_import, __dir__ = public_names(__name__)
 
 
 def __getattr__(name: str) -> Any:

@@ -75,31 +75,4 @@ __all__ = [
     "this_host",
 ]
 
-__getattr__, __dir__ = public_names(
-    __name__,
-    {
-        ".calls": ["LOST_PEER", "OBSERVERS", "NamedCall", "ObservedCall", "Observer", "observed_by", "refuse_capture"],
-        "booster_core.errors": ["name_ranks"],
-        ".coordinator": ["DistCoordinator", "Together"],
-        ".devices": ["accelerator", "choose_backend", "describe_devices"],
-        ".digests": ["digest"],
-        ".environments": ["Environment"],
-        ".launch": ["ensure_process_group", "seed_everything"],
-        ".meeting": ["Meetings", "Outcome"],
-        ".store": ["Host", "this_host"],
-        ".world": [
-            "PROGRESS",
-            "Monitor",
-            "World",
-            "close_world",
-            "current_world",
-            "group_options",
-            "let_monitor_speak_first",
-            "nccl_margin_seconds",
-            "open_world",
-            "opened_world",
-            "run_in_turns",
-            "set_world",
-        ],
-    },
-)
+__getattr__, __dir__ = public_names(__name__)
