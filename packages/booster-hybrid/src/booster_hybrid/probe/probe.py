@@ -236,21 +236,11 @@ class _Probe:
                 args, kwargs = call
                 recording = record_calls(model, copied(kwargs or args), watched, alike, split)
                 if recording.failure is None:
-                    from booster_hybrid.sequence_parallel.layers import check_no_layer_is_skipped
-
-                    layers = {name: names.modules[name] for name in names.modules if self._is_in_list(name)}
-                    run = functools.partial(_run_in_training, model, kwargs or args, watched, alike)
-                    check_no_layer_is_skipped(model, "split_gather", layers, run)
                     other = call_of_other_length(model, each, size, call)
                     if other is None:
                         return [recording]
                     return [recording, record_calls(model, copied(other[1] or other[0]), watched, alike, split)]
             return [record_calls(model, copied(batch), watched, alike, split)]
-
-    def _is_in_list(self, name: str) -> bool:
-        """Return whether a module is one of the layers between which sequences are split."""
-        path = name.rpartition(".")[0]
-        return path in self._plan.policy.layers and isinstance(self._plan.names.modules[path], nn.ModuleList)
 
     def _check_at_lengths(
         self, unit: ProbeTarget, kinds: Sequence[Sequence[ProbeTarget]], recordings: Sequence[Recording]
@@ -494,12 +484,3 @@ def _remedy(plan: TensorPlan, unit: ProbeTarget, splits: Mapping[str, Any]) -> s
         "parent need `scaled=`, and a parent that views or divides by the width of its input, as in "
         "`view(B, T, C)`, needs `local_width=True`; see docs/sharding-policies.md."
     )
-
-
-def _run_in_training(
-    model: nn.Module, batch: Any, watched: Mapping[str, nn.Module], alike: Mapping[nn.Module, str]
-) -> None:
-    """Run a model in training mode, with its layers as in `record_calls`."""
-    failure = record_calls(model, copied(batch), watched, alike, {}, is_training=True).failure
-    if failure is not None:
-        raise RuntimeError(failure)

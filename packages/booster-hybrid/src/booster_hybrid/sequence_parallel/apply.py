@@ -17,13 +17,13 @@ from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention, set_attention_context
-from booster_hybrid.sequence_parallel.layers import ListRun, lists_of_layers, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.loss import LogitsOfPositions, head_of
 from booster_hybrid.sequence_parallel.mask import make_mask
 from booster_hybrid.sequence_parallel.mixers import gather_for_mixers
 from booster_hybrid.sequence_parallel.own_attention import enter_through_sdpa, replace_attention
 from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
-from booster_hybrid.sequence_parallel.stack import AttendingHooks, Mixers, Stack
+from booster_hybrid.sequence_parallel.stack import Mixers, Stack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,6 @@ def split_sequences(
     mode: str,
     group: RankGroup,
     *,
-    rings: Sequence[RankGroup] | None = None,
     parallel_output: bool = False,
     dims: Sequence[dict[Argument, int | None]] = (),
     mixers: Mixers | None = None,
@@ -52,7 +51,6 @@ def split_sequences(
         lists: Names of the lists of its layers; those that it lacks are passed over.
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
-        rings: The rings that they form for ``"ring_attn"``; see `ring_attention`.
         parallel_output: Leave the logits of causal language models that are given labels split by positions.
         dims: Along which dimension what the layers of each list are given is cut, as far as the probe has seen it.
         mixers: What is in the layers besides attention, as far as that is known.
@@ -61,7 +59,7 @@ def split_sequences(
         ConfigError: If the model can't be split so.
     """
     model = compiled_module(model) or model
-    stacks = split_layers(model, lists, mode, group, rings=rings, mixers=mixers)
+    stacks = split_layers(model, lists, mode, group, mixers=mixers)
     for (stack, _), known in zip(stacks, dims, strict=False):
         stack.dims = known
     if parallel_output and has_causal_loss(model):
@@ -76,7 +74,6 @@ def split_layers(
     mode: str,
     group: RankGroup,
     *,
-    rings: Sequence[RankGroup] | None = None,
     mixers: Mixers | None = None,
 ) -> list[tuple[Stack, list[nn.Module]]]:
     """Let the layers alone work on this rank's positions, in place.
@@ -86,7 +83,6 @@ def split_layers(
         lists: Names of the lists of its layers.
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
-        rings: The rings that they form.
         mixers: What is in the layers besides attention; ``None`` where that is not known.
 
     Returns:
@@ -96,7 +92,7 @@ def split_layers(
         ConfigError: If the model can't be split so.
     """
     name = type(model).__name__
-    stacks = [(Stack(mode, group, name, rings), layers) for layers in lists_of_layers(model, lists, mode)]
+    stacks = [(Stack(mode, group, name), layers) for layers in lists_of_layers(model, lists, mode)]
     for stack, layers in stacks:
         if not (replace_attention(layers) or _uses_registry(model, layers)):
             stack.is_plain = True
@@ -105,15 +101,9 @@ def split_layers(
     for stack, layers in stacks:
         stack.mixers = mixers or stack.mixers
         gather_for_mixers(layers, stack)
-        run = ListRun(model, layers, mode, ModulePatches())
-        for index, layer in enumerate(layers):
+        for layer in layers:
             split_relative_biases(layer, stack)
-            is_last = index == len(layers) - 1
-            hooks = AttendingHooks(stack, run, layer, is_first=index == 0, is_last=is_last)
-            layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
-            layer.register_forward_hook(hooks.after, always_call=True)
-            if is_last:
-                run.watch_between(hooks)
+        stack.install(model, layers, ModulePatches())
     return stacks
 
 

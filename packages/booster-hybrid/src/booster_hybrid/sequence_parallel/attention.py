@@ -6,14 +6,14 @@ one process does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from booster_core.errors import ConfigError
 from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility, checked, whole_mask
 from booster_hybrid.sequence_parallel.relative_bias import own_bias
-from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_hybrid.sequence_parallel.stack import OTHER_STATES, argument_names
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
 from booster_hybrid.torch_functions import outside_of_graphs
@@ -28,15 +28,6 @@ ATTENTION_NAME = "booster_sequence_parallel"
 """What models that are split here have as ``config._attn_implementation``."""
 _CONTEXT = "_booster_sequence"
 _REFUSED = ("output_attentions", "cache")
-
-
-class _Options(TypedDict):
-    key_layout: SequenceLayout
-    bias: Tensor | None
-    sinks: Tensor | None
-    softcap: float | None
-    scaling: float | None
-    dropout: float
 
 
 class AttentionContext:
@@ -140,7 +131,11 @@ def attention(
     if bias is None and more.get("position_bias") is not None and not context.is_across:
         # Between two sequences, models that have biases make zeros of them.
         _refuse("makes its attention's `position_bias` itself, for the positions of one rank,", stack)
-    options = _Options(
+    visibility = Visibility(checked(attention_mask, layout.length, key_layout.length), is_causal=causal)
+    call = AttentionCall(
+        visibility,
+        layout,
+        stack.group,
         key_layout=key_layout,
         bias=bias,
         sinks=more.get("s_aux"),
@@ -148,11 +143,8 @@ def attention(
         scaling=scaling,
         dropout=dropout if stack.drops else 0.0,
     )
-    visibility = Visibility(checked(attention_mask, layout.length, key_layout.length), is_causal=causal)
-    if stack.mode == "ring_attn":
-        outputs = ring_attention(query, key, value, visibility, layout, stack.group, rings=stack.rings, **options)
-    else:
-        outputs = all_to_all_attention(query, key, value, visibility, layout, stack.group, **options)
+    attend = ring_attention if stack.mode == "ring_attn" else all_to_all_attention
+    outputs = attend(query, key, value, call)
     return outputs.transpose(1, 2).contiguous(), None
 
 

@@ -1,7 +1,7 @@
 """Relative position biases that a model computes itself, as T5 does, for the queries or heads that are here.
 
-The model's own function is called, of which both sides of a bias have to be asked otherwise: ring attention needs the
-rows of this rank's queries, and the exchange of heads the columns of the table that belong to this rank's heads.
+The model's own function is called for whole sequences: ring attention needs the rows of this rank's queries, and the
+exchange of heads, of all rows, those of this rank's heads.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
 from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from booster_hybrid.sequence_parallel.stack import Stack
 
@@ -36,37 +35,19 @@ class RelativeBias:
         """Return the biases that this rank needs, whatever lengths the model sees.
 
         Returns:
-            Shape ``(1, heads, local positions, positions)``, or ``(1, local heads, positions, positions)``.
+            Shape ``(1, heads, local positions, positions)``, or that of whole sequences where heads are exchanged.
         """
         module: Any = self._module
         stack, length = self._stack, self._stack.length
         device = module.relative_attention_bias.weight.device
         compute = type(module).compute_bias
         if stack.mode == "all_to_all":
-            return compute(_WithOwnHeads(module, stack), length, length, device=device)  # type: ignore[no-any-return]
+            return compute(module, length, length, device=device)  # type: ignore[no-any-return]
         rows = [
             compute(module, stop - start, length, device=device, past_seen_tokens=start)
             for start, stop in stack.layout(length).ranges[stack.group.rank]
         ]
         return torch.cat(rows, 2)
-
-
-class _WithOwnHeads:
-    """The module, with a table that has columns for this rank's heads only."""
-
-    def __init__(self, module: nn.Module, stack: Stack) -> None:
-        self._module, self._stack = module, stack
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def relative_attention_bias(self, distances: Tensor) -> Tensor:
-        """Look up the biases of some distances, shape ``(..., local heads)``."""
-        table: Any = self._module.relative_attention_bias
-        table(distances[:0])  # whatever is done before the table is used, such as waiting for it
-        heads = table.weight.shape[1]
-        (first, last), _ = head_ranges(heads, heads, self._stack.group.size)[self._stack.group.rank]
-        return nn.functional.embedding(distances, table.weight[:, first:last])
 
 
 def split_relative_biases(layer: nn.Module, stack: Stack) -> None:
@@ -107,6 +88,6 @@ def own_bias(bias: Tensor | None, stack: Stack, heads: int, num_here: int, key_l
     if rows != stack.length:
         return None
     (first, last), _ = head_ranges(heads, heads, stack.group.size)[stack.group.rank]
-    if columns in (1, last - first):
+    if columns == 1:
         return bias
     return bias[:, first:last] if columns == heads else None
