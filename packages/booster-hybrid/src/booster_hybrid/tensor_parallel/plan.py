@@ -23,7 +23,7 @@ from booster_hybrid.split_logits import SplitLogits, split_logits
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
 from booster_hybrid.tensor_parallel.heads import LocalWidth, cut_arguments
-from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_linear, is_transposed
+from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_transposed
 from booster_hybrid.tensor_parallel.module_names import ModuleNames, inner_model
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
 from booster_hybrid.tensor_parallel.summed_gradients import SummedFeatures, sum_where_used
@@ -49,7 +49,6 @@ class TensorParallelModel:
     Attributes:
         splits: For each split parameter, by name, which part of it is here. Tied parameters appear under each name.
         summed: Names of the parameters that are whole on every rank, and whose gradients are summed over ranks.
-        siblings: The column-parallel layers that share an input.
         adapters: What is sent for low-rank adapters of split layers.
         features: What sums the gradient of outputs of whole modules that each rank's own heads use.
         streams: Lets ranks draw alike what they compute alike; ``None`` before that is asked for.
@@ -57,7 +56,6 @@ class TensorParallelModel:
 
     splits: dict[str, Split] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)
-    siblings: list[ColumnSiblings] = field(default_factory=list)
     adapters: list[AdapterSum] = field(default_factory=list)
     features: list[SummedFeatures] = field(default_factory=list)
     streams: SplitStreams | None = None
@@ -192,12 +190,13 @@ class TensorPlan:
         return targets
 
     def _check_linear(self, name: str) -> None:
-        """Refuse layers whose own forward does something else, which a forward of ours would silently leave out."""
-        module = self.names.modules.get(name)
-        if module is None or not is_linear(module):
+        """Refuse what has no matrix and vector of its own; whether a layer computes a linear map, the probe shows."""
+        module: Any = self.names.modules.get(name)
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if getattr(weight, "ndim", 0) != 2 or getattr(bias, "ndim", 1) != 1:
             msg = (
                 f"The policy of {type(self.model).__name__} splits '{name}' as a linear layer, but it is a "
-                f"{type(module).__name__}, whose forward computes something else of its weight and bias. Leave it "
+                f"{type(module).__name__} without a weight of two dimensions and a bias of one, or none. Leave it "
                 "whole, or give its parameters rules of their own."
             )
             raise ConfigError(msg)
@@ -341,7 +340,6 @@ class _Installer:
             by_input[transposed, module.weight.shape[0 if transposed else 1]].append((rule, name))
         for (transposed, _), alike in by_input.items():
             siblings = ColumnSiblings([self._modules[name] for _, name in alike], self._group)
-            self._result.siblings.append(siblings)
             for rule, name in alike:
                 module = self._modules[name]
                 split = self._cut(module.weight, 1 if transposed else 0, rule, name)
