@@ -74,7 +74,8 @@ def attends(mode, heads, key_heads, length, kind):
     (expected * weights).sum().backward()
     local = [layout.take(each.detach(), 2, group.rank).clone().requires_grad_() for each in whole]
     attend = ring_attention if mode == "ring_attn" else all_to_all_attention
-    found = attend(*local[:3], Visibility(mask, is_causal=is_causal), layout, group, scaling=0.3)
+    call = AttentionCall(Visibility(mask, is_causal=is_causal), layout, group, scaling=0.3)
+    found = attend(*local[:3], call)
     torch.testing.assert_close(found, layout.take(expected, 2, group.rank).detach())
     (found * local[3]).sum().backward()
     for ours, theirs in zip(local, whole, strict=True):

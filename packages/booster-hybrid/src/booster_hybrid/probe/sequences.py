@@ -21,8 +21,8 @@ from booster_hybrid.probe.in_process import InProcessRank, on_ranks
 from booster_hybrid.probe.running import Result, Runner, Setting, settings_of
 from booster_hybrid.probe.units import structural_key
 from booster_hybrid.probe.values import NoValuesError, random_values, restored
-from booster_hybrid.sequence_parallel.apply import refuse_router_losses, split_layers
-from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.apply import split_sequences
+from booster_hybrid.sequence_parallel.layers import lists_of_layers
 from booster_hybrid.sequence_parallel.mixers import find_mixers
 from booster_hybrid.sequence_parallel.stack import Mixers
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
@@ -154,9 +154,7 @@ class _Probe:
 
     def _split(self, rank: InProcessRank) -> list[Stack]:
         """Split sequences for a rank."""
-        self._model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-        self._model.register_forward_pre_hook(refuse_router_losses, with_kwargs=True)
-        split = split_layers(self._model, self._lists, self._mode, rank, mixers=self.mixers)
+        split = split_sequences(self._model, self._lists, self._mode, rank, mixers=self.mixers)
         self.dims = self.dims or [{} for _ in split]
         for (stack, _), dims in zip(split, self.dims, strict=True):
             stack.drops, stack.dims, stack.is_clear = False, dims, is_clear
@@ -166,7 +164,7 @@ class _Probe:
         """Find out what is in the layers besides attention; return whether anything sees positions."""
 
         def run(rank: InProcessRank) -> bool:
-            split = split_layers(self._model, self._lists, self._mode, rank, mixers=self.mixers)
+            split = split_sequences(self._model, self._lists, self._mode, rank, mixers=self.mixers)
             for stack, layers in split:
                 stack.drops = False
                 find_mixers(layers, stack)

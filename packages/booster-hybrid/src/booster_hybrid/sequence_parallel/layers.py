@@ -68,21 +68,32 @@ def check_layer_output(layer: nn.Module, output: Any) -> None:
         raise ConfigError(msg)
 
 
-def refuse_outputs_of_layers(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse, before a forward, what the layers have in between, of which each rank has a part.
+_OF_LAYERS = "asks for what the layers have in between, of which each rank has a part. Leave it out."
+_REFUSED = {
+    "output_hidden_states": _OF_LAYERS,
+    "output_attentions": _OF_LAYERS,
+    "output_router_logits": "balances experts over the positions of a whole batch, of which each rank has a part. "
+    "Leave it out, or use 'split_gather' with `tp_size`.",
+}
+"""What a model may be asked for that parts of sequences can't give."""
 
-    Raises:
-        ConfigError: If it is asked for.
+
+def refuse_options(model: nn.Module, names: Iterable[str] = tuple(_REFUSED)) -> None:
+    """Let a model refuse, before each forward, what is asked for of parts of sequences; see `_REFUSED`.
+
+    Args:
+        model: The user's model.
+        names: The options.
     """
-    del args
-    config = getattr(module, "config", None)
-    for name in ("output_hidden_states", "output_attentions"):
-        asked = kwargs.get(name)
-        if asked or (asked is None and getattr(config, name, False)):
-            msg = (
-                f"`{name}=True` asks for what the layers have in between, of which each rank has a part. Leave it out."
-            )
-            raise ConfigError(msg)
+
+    def check(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+        for name in names:
+            asked = kwargs.get(name)
+            if asked or (asked is None and getattr(getattr(module, "config", None), name, False)):
+                msg = f"`{name}=True` {_REFUSED[name]}"
+                raise ConfigError(msg)
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
 
 
 HIDDEN_STATES = "hidden_states"

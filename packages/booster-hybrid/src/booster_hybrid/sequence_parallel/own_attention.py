@@ -8,6 +8,7 @@ attends likewise.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -48,18 +49,8 @@ def replace_attention(layers: Sequence[nn.Module]) -> bool:
         if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
             msg = "`slow_but_exact=True` sums slices of Bloom's projection, which split sequences do not. Leave it out."
             raise ConfigError(msg)
-        vars(module)[method] = _Bound(module, function)
+        vars(module)[method] = functools.partial(function, module)
     return bool(found)
-
-
-class _Bound:
-    """A function with a module as its first argument, without a reference that copies would share."""
-
-    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        self._module, self._function = module, function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._module, *args, **kwargs)
 
 
 def _of_gptj(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
@@ -137,18 +128,13 @@ def enter_through_sdpa(stack: Stack, layers: Sequence[nn.Module]) -> None:
                 f"`sequence_parallelism_mode={stack.mode!r}`, enable it after `boost`."
             )
             raise ConfigError(msg)
-        vars(layer)["forward"] = _Forward(layer)
+        vars(layer)["forward"] = functools.partial(_forward, layer)
 
 
-class _Forward:
-    """The forward of a layer in which torch's attention function attends across ranks."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _AcrossRanks(self._layer):
-            return type(self._layer).forward(self._layer, *args, **kwargs)
+def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stand for the forward of a layer in which torch's attention function attends across ranks."""
+    with _AcrossRanks(layer):
+        return type(layer).forward(layer, *args, **kwargs)
 
 
 class _AcrossRanks(TorchFunctionMode):

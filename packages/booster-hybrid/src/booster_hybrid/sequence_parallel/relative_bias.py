@@ -6,6 +6,7 @@ exchange of heads, of all rows, those of this rank's heads.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,35 +20,26 @@ if TYPE_CHECKING:
     from booster_hybrid.sequence_parallel.stack import Stack
 
 
-class RelativeBias:
-    """Stands for the ``compute_bias`` of an attention module.
+@outside_of_graphs
+def _biases(module: Any, stack: Stack, *_: Any, **__: Any) -> Tensor:
+    """Stand for the ``compute_bias`` of an attention module, whatever lengths the model sees.
 
     Args:
         module: The module, with ``relative_attention_bias``, a table of shape ``(distances, heads)``.
         stack: The layers that it is in.
+
+    Returns:
+        Shape ``(1, heads, local positions, positions)``, or that of whole sequences where heads are exchanged.
     """
-
-    def __init__(self, module: nn.Module, stack: Stack) -> None:
-        self._module, self._stack = module, stack
-
-    @outside_of_graphs
-    def __call__(self, *_: Any, **__: Any) -> Tensor:
-        """Return the biases that this rank needs, whatever lengths the model sees.
-
-        Returns:
-            Shape ``(1, heads, local positions, positions)``, or that of whole sequences where heads are exchanged.
-        """
-        module: Any = self._module
-        stack, length = self._stack, self._stack.length
-        device = module.relative_attention_bias.weight.device
-        compute = type(module).compute_bias
-        if stack.mode == "all_to_all":
-            return compute(module, length, length, device=device)  # type: ignore[no-any-return]
-        rows = [
-            compute(module, stop - start, length, device=device, past_seen_tokens=start)
-            for start, stop in stack.layout(length).ranges[stack.group.rank]
-        ]
-        return torch.cat(rows, 2)
+    length, device = stack.length, module.relative_attention_bias.weight.device
+    compute: Any = type(module).compute_bias
+    if stack.mode == "all_to_all":
+        return compute(module, length, length, device=device)  # type: ignore[no-any-return]
+    rows = [
+        compute(module, stop - start, length, device=device, past_seen_tokens=start)
+        for start, stop in stack.layout(length).ranges[stack.group.rank]
+    ]
+    return torch.cat(rows, 2)
 
 
 def split_relative_biases(layer: nn.Module, stack: Stack) -> None:
@@ -60,14 +52,14 @@ def split_relative_biases(layer: nn.Module, stack: Stack) -> None:
     for module in layer.modules():
         own: Any = module
         if getattr(module, "has_relative_attention_bias", False) and hasattr(type(module), "compute_bias"):
-            own.compute_bias = RelativeBias(module, stack)
+            own.compute_bias = functools.partial(_biases, module, stack)
 
 
 def own_bias(bias: Tensor | None, stack: Stack, heads: int, num_here: int, key_length: int) -> Tensor | None:
     """Return the part of a bias that this rank needs.
 
     Args:
-        bias: Made by `RelativeBias`, or by the model for whole sequences or for all queries alike; ``None`` for none.
+        bias: Made by the layers, or by the model for whole sequences or for all queries alike; ``None`` for none.
         stack: The layers that attend.
         heads: Query heads, before they are exchanged.
         num_here: This rank's queries.

@@ -32,7 +32,7 @@ from booster_hybrid.sequence_parallel.layers import (
     SplitModuleList,
     lists_of_layers,
     mapped,
-    refuse_outputs_of_layers,
+    refuse_options,
     with_hidden,
 )
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, GatheredInput, RowForward
@@ -158,7 +158,7 @@ def split_between_blocks(
     """
     model = compiled_module(model) or model
     stacks = lists_of_layers(model, lists, "split_gather")
-    model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
+    refuse_options(model, ("output_hidden_states", "output_attentions"))
     split_layers(model, stacks, group, split, ModulePatches())
 
 
@@ -270,18 +270,16 @@ class _Borders:
                 if getattr(module, "bias", None) is not None:
                     self.kept.add(id(module.bias))
         gather = functools.partial(self.positions.gather_input, siblings=siblings)
-        for entry in entries:  # before hooks that tell the module of another width, as `LocalWidth` does
+        for entry in entries:  # before hooks that tell the module of another width, as `narrow_input` does
             self.changes.hook(entry.register_forward_pre_hook(gather, with_kwargs=True, prepend=True))
         self._sum_alone(set(block.modules()).difference(*(parent.modules() for parent in across)))
 
     def _sum_alone(self, inside: set[nn.Module]) -> None:
         """Let what would sum over ranks inside of a block leave that to its borders."""
-        for features in [each for each in self.tensors.features if each.module in inside]:
-            features.group = AloneRank(None, 0, 1)
-        for adapter in [each for each in self.tensors.adapters if each.module in inside]:
-            adapter.group = AloneRank(None, 0, 1)
-            if adapter.is_partial:
-                self.changes.hook(adapter.module.register_forward_hook(self.positions.scatter_output))
+        for each in [each for each in self.tensors.sums if each.module in inside]:
+            each.group = AloneRank(None, 0, 1)
+            if each.is_partial:
+                self.changes.hook(each.module.register_forward_hook(self.positions.scatter_output))
 
     def _leave_as_it_is(self, block: nn.Module) -> None:
         """Give a block whole sequences, alike on all ranks."""

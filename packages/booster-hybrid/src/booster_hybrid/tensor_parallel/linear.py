@@ -9,9 +9,9 @@ Reference: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), section 3.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.weight_gradients import SplitBackward, Waiting
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
-    from booster_hybrid.tensor_parallel.vocabulary import HeadVocabulary
+    from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary
 
 
 _PLAIN = ("Conv1D", "FalconLinear")
@@ -192,25 +192,21 @@ class GatheredInput:
         return part.detach()
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A layer's outputs that it has not asked for yet, and what they were computed from."""
 
     outputs: Tensor
     parameters: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
 
-    def is_of(self, parameters: tuple[Tensor | None, ...]) -> bool:
-        """Whether they were computed from these parameters, as they are now."""
-        is_same = all(one is other for one, other in zip(self.parameters, parameters, strict=True))
-        return is_same and self.versions == tuple(map(_version, parameters))
 
-
-class _Entered:
+class _Entered(NamedTuple):
     """An input of siblings in a graph that is compiled, until all of them have read it."""
 
-    def __init__(self, source: Tensor, entered: Tensor, num_left: int, *, has_grad: bool) -> None:
-        self.source, self.entered, self.num_left, self.has_grad = source, entered, num_left, has_grad
+    source: Tensor
+    entered: Tensor
+    num_left: int
+    has_grad: bool
 
 
 class ColumnSiblings:
@@ -277,9 +273,8 @@ class ColumnSiblings:
         """
         known, has_grad = self._entered, torch.is_grad_enabled()
         if known is not None and known.source is source and known.has_grad == has_grad:
-            known.num_left -= 1
-            if known.num_left == 0:
-                self._entered = None
+            left = known.num_left - 1
+            self._entered = known._replace(num_left=left) if left else None
             return known.entered
         if self.group.size == 1:
             return source
@@ -289,7 +284,7 @@ class ColumnSiblings:
         if known is not None:  # they read several inputs: nothing may be left when the graph ends
             self._entered, self._is_shared = None, False
         elif self._is_shared and len(self._along) > 1:
-            self._entered = _Entered(source, entered, len(self._along) - 1, has_grad=has_grad)
+            self._entered = _Entered(source, entered, len(self._along) - 1, has_grad)
         return entered
 
     def __call__(self, module: nn.Module, source: Tensor, split: SplitBackward | None = None) -> Tensor:
@@ -313,7 +308,11 @@ class ColumnSiblings:
         state = (_version(source), _autocast_dtype(source.device.type), pending)
         if self._source is source and self._state == state:
             kept = self._kept.pop(module, None)
-            if kept is not None and kept.is_of(_parameters(module)):
+            if (
+                kept is not None
+                and kept.versions == tuple(map(_version, own := _parameters(module)))
+                and all(map(operator.is_, kept.parameters, own))
+            ):
                 if not self._kept:
                     self.forget()
                 return kept.outputs
@@ -384,7 +383,7 @@ class ColumnForward:
     """
 
     weight_gradients: SplitBackward | None = None
-    vocabulary: HeadVocabulary
+    vocabulary: ByVocabulary
 
     def __init__(
         self, module: nn.Module, siblings: ColumnSiblings, group: RankGroup, gathers: Sequence[int] | None = None

@@ -20,14 +20,14 @@ from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.random_streams import SplitStreams
 from booster_hybrid.split_logits import SplitLogits, split_logits
-from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
+from booster_hybrid.tensor_parallel.adapters import check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
-from booster_hybrid.tensor_parallel.heads import LocalWidth, cut_arguments
+from booster_hybrid.tensor_parallel.heads import cut_arguments, narrow_input, read_real
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_transposed
 from booster_hybrid.tensor_parallel.module_names import ModuleNames, inner_model
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
-from booster_hybrid.tensor_parallel.summed_gradients import SummedFeatures, sum_where_used
-from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary, HeadVocabulary, VocabularyForward
+from booster_hybrid.tensor_parallel.summed_gradients import OutputSum, sum_where_used
+from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary, VocabularyForward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -49,15 +49,13 @@ class TensorParallelModel:
     Attributes:
         splits: For each split parameter, by name, which part of it is here. Tied parameters appear under each name.
         summed: Names of the parameters that are whole on every rank, and whose gradients are summed over ranks.
-        adapters: What is sent for low-rank adapters of split layers.
-        features: What sums the gradient of outputs of whole modules that each rank's own heads use.
+        sums: What is summed of low-rank adapters of split layers, and of outputs that each rank's own heads use.
         streams: Lets ranks draw alike what they compute alike; ``None`` before that is asked for.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)
-    adapters: list[AdapterSum] = field(default_factory=list)
-    features: list[SummedFeatures] = field(default_factory=list)
+    sums: list[OutputSum] = field(default_factory=list)
     streams: SplitStreams | None = None
 
 
@@ -274,7 +272,7 @@ class _Installer:
         self._names_of = plan.names.names_of
         self._done: dict[int, Split] = {}
         self._scaled: set[tuple[int, str]] = set()
-        self._narrowed: dict[nn.Module, LocalWidth] = {}
+        self._narrowed: set[nn.Module] = set()
         self._result = TensorParallelModel()
 
     def run(self, targets: Mapping[str, ModuleRule]) -> TensorParallelModel:
@@ -289,7 +287,7 @@ class _Installer:
                 self._apply(rule, name)
         for members in columns.values():
             self._apply_columns(members)
-        self._result.adapters = split_adapters(
+        self._result.sums += split_adapters(
             self._names, self._result.splits, self._result.summed, self._group, self._keep, self._changes
         )
         self._sum_shares()
@@ -318,9 +316,8 @@ class _Installer:
             return
         module = self._modules[name]
         if rule.style is Style.SUMMED_FEATURES:
-            self._result.features.append(
-                SummedFeatures(module, self._plan.count(rule.units, name) or 0, self._group, self._changes)
-            )
+            number = self._plan.count(rule.units, name)
+            self._result.sums.append(OutputSum(module, self._group, self._changes, number=number))
         elif rule.style is Style.ARGUMENT:
             blocks = self._blocks(rule, name, 0)
             cut_arguments(module, rule.arguments, self._cuts(blocks[0]), self._group.rank, self._changes)
@@ -354,7 +351,7 @@ class _Installer:
                     gathers = self._lengths(split, rule, name)
                 forward = ColumnForward(module, siblings, self._group, gathers)
                 if rule.style in (Style.COLUMN_GATHER, Style.HEAD) and not transposed:
-                    forward.vocabulary = HeadVocabulary(self._lengths(split, rule, name), self._group)
+                    forward.vocabulary = ByVocabulary(self._lengths(split, rule, name), self._group)
                 self._changes.forward(module, forward)
 
     def _keep_partition(self, head: nn.Module, sizes: list[int]) -> None:
@@ -475,11 +472,11 @@ class _Installer:
         """Let the parent of a split layer take widths of what is here from its input."""
         module: Any = self._modules[name]
         width = module.weight.shape[0 if is_transposed(module) else 1]
-        known = self._narrowed.get(parent)
-        if known is None:  # siblings read the same input
+        if parent not in self._narrowed:  # siblings read the same input
+            self._narrowed.add(parent)
             here, everywhere = units
-            known = self._narrowed[parent] = LocalWidth(parent, width, width * here // everywhere, self._changes)
-        known.restore(self._names.outermost[name])
+            narrow_input(parent, width, width * here // everywhere, self._changes)
+        self._changes.hook(self._names.outermost[name].register_forward_pre_hook(read_real))
 
     def _parent(self, name: str) -> nn.Module:
         return self._names.parent(name)
