@@ -25,7 +25,7 @@ from torch import nn
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility
-from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_testing import close_ranks, peak_memory, run_on_ranks
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def ours(inputs: list[Tensor], weights: Tensor, tokens: int) -> None:
     """Attend from this rank's positions."""
     group = RankGroup.of(None)
     layout = SequenceLayout(tokens, group.size, zigzag=True)
-    outputs = ring_attention(*inputs, Visibility(None, is_causal=True), layout, group)
+    outputs = ring_attention(*inputs, AttentionCall(Visibility(None, is_causal=True), layout, group))
     torch.autograd.grad(outputs, inputs, weights)
 
 

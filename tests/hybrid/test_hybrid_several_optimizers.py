@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster_core.errors import BoosterError
-from booster_hybrid import HybridParallelPlugin
+from booster_hybrid import HybridParallelPlugin, gathered_matrices
 from booster_testing import run_on_ranks
 
 
@@ -178,3 +178,28 @@ def fail_on_one_rank():
 
 def test_a_step_that_fails_on_one_rank_raises_on_all_and_leaves_groups_as_they_were():
     assert run_on_ranks(fail_on_one_rank, 2) == [True, True]
+
+
+def objects_sent_by_steps(steps):
+    """Return how many pickles each step of Muon has sent."""
+    model = gpt()
+    booster = Setting(with_policy, {"tp_size": 2}).make_booster()
+    model, optimizer, *_ = booster.boost(model, torch.optim.Muon(matrices_of(model), lr=0.02))
+    sent, counts, send = [], [], gathered_matrices.all_gather_object
+    gathered_matrices.all_gather_object = lambda *args: sent.append(args) or send(*args)
+    try:
+        for number in range(steps):
+            sent.clear()
+            booster.backward(model(**gpt_batch(number, 0))[1], optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(sent))
+    finally:
+        gathered_matrices.all_gather_object = send
+    return counts
+
+
+def test_steps_of_muon_send_no_pickles_after_the_first_one():
+    for counts in run_on_ranks(objects_sent_by_steps, 2, 3):
+        assert counts[0] > 0
+        assert counts[1:] == [0, 0]

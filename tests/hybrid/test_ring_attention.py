@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
 import unittest.mock
 
@@ -15,23 +13,21 @@ from hypothesis import strategies as st
 from thread_ranks import on_threads
 
 from booster_hybrid.rank_group import RankGroup
-from booster_hybrid.sequence_parallel import blocks, head_groups
-from booster_hybrid.sequence_parallel.head_groups import head_chunks
+from booster_hybrid.sequence_parallel import blocks
 from booster_hybrid.sequence_parallel.kernels import ExplicitScores, FusedKernel
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility
-from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_runtime import collectives
 
 SIZE, VALUE_SIZE = 4, 3
 CASES = st.fixed_dictionaries(
     {
-        "num_ranks": st.integers(1, 4) | st.sampled_from([(2, 2), (2, 3), (3, 2)]),  # of a ring, or of two
+        "num_ranks": st.integers(1, 4) | st.just(6),
         "length": st.integers(1, 9),
         "key_length": st.none() | st.integers(1, 9),
         "zigzag": st.booleans(),
         "heads": st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
-        "num_groups": st.integers(1, 3),  # of heads, whose keys go round one after the other
         "batch": st.integers(1, 2),
         "mask": st.sampled_from(["none", "causal", "bool", "packed", "added", "heads"]),
         "tile": st.sampled_from([1, 2, 3, 512]),
@@ -50,7 +46,6 @@ PLAIN = {
     "key_length": None,
     "zigzag": False,
     "heads": (2, 1),
-    "num_groups": 1,
     "batch": 2,
     "mask": "none",
     "tile": 2,
@@ -80,14 +75,6 @@ def exchange_between_threads(monkeypatch):
         return collectives.Pending(finish=arrive)
 
     monkeypatch.setattr(collectives, "all_to_all", all_to_all)
-
-
-def rings_of(group, num_outer, num_inner):
-    """Return two rings: of the ranks of the same place in each inner ring, and of the neighbours in this rank's."""
-    outer, inner = divmod(group.rank, num_inner)
-    across = group.subgroup(tuple(index * num_inner + inner for index in range(num_outer)))
-    within = group.subgroup(tuple(outer * num_inner + index for index in range(num_inner)))
-    return [RankGroup(each, each.rank, each.size) for each in (across, within)]
 
 
 def make(case):
@@ -120,16 +107,6 @@ def make(case):
     return query, key, value, bias, draw(heads) if case["sinks"] else None, weights, mask
 
 
-@contextlib.contextmanager
-def travelling_in(num_groups):
-    """Let the keys of few heads go round at a time, however small they are."""
-    with (
-        unittest.mock.patch.object(head_groups, "MOST_GROUPS", num_groups),
-        unittest.mock.patch.dict(head_groups.LEAST_BYTES, cpu=1),
-    ):
-        yield
-
-
 @settings(max_examples=60, deadline=None)
 @given(CASES)
 # Samples that see different tiles, with biases of their own and of all; a triangle with a bias.
@@ -138,14 +115,11 @@ def travelling_in(num_groups):
 @example({**PLAIN, "mask": "packed", "bias": (False, True), "trains_bias": True})
 @example({**PLAIN, "mask": "packed", "bias": (False, True)})
 @example({**PLAIN, "mask": "causal", "bias": (False, True)})
-# Two rings, with parts of several lengths.
-@example({**PLAIN, "num_ranks": (2, 3), "length": 13, "mask": "causal", "zigzag": True})
-@example({**PLAIN, "num_ranks": (3, 2), "length": 13, "key_length": 7, "mask": "added"})
-# Groups of heads, with biases, masks and sinks of their own.
-@example({**PLAIN, "heads": (4, 2), "num_groups": 2, "bias": (True, True), "trains_bias": True, "sinks": True})
-@example({**PLAIN, "heads": (3, 3), "num_groups": 2, "bias": (True, False), "trains_bias": True, "mask": "packed"})
-@example({**PLAIN, "heads": (3, 3), "num_groups": 3, "num_ranks": (2, 2), "mask": "heads", "zigzag": True})
-@example({**PLAIN, "heads": (4, 2), "num_groups": 2, "num_ranks": 3, "mask": "causal", "zigzag": True})
+# Parts of several lengths; heads with biases, masks and sinks of their own.
+@example({**PLAIN, "num_ranks": 6, "length": 13, "mask": "causal", "zigzag": True})
+@example({**PLAIN, "num_ranks": 6, "length": 13, "key_length": 7, "mask": "added"})
+@example({**PLAIN, "heads": (4, 2), "bias": (True, True), "trains_bias": True, "sinks": True})
+@example({**PLAIN, "heads": (3, 3), "num_ranks": 4, "mask": "heads", "zigzag": True})
 def test_parts_put_together_are_attention_over_the_whole(case):
     if case["mask"] in ("causal", "packed"):
         case = {**case, "key_length": None}
@@ -157,8 +131,7 @@ def test_parts_put_together_are_attention_over_the_whole(case):
     asked = {name: case[name] for name in ("scaling", "softcap")}
     expected = attention_as_defined(*whole[:3], bias=whole[3], mask=seen, sinks=whole[4], **asked)
     (expected * weights).sum().backward()
-    sizes, key_length = case["num_ranks"], case["key_length"]
-    size = sizes if isinstance(sizes, int) else math.prod(sizes)
+    size, key_length = case["num_ranks"], case["key_length"]
     layout = SequenceLayout(case["length"], size, zigzag=case["zigzag"])
     key_layout = layout if key_length is None else SequenceLayout(key_length, size, zigzag=case["zigzag"])
     layouts = [layout, key_layout, key_layout, layout]
@@ -172,22 +145,21 @@ def test_parts_put_together_are_attention_over_the_whole(case):
             for each, place in zip(whole[:4], layouts, strict=True)
         ]
         sinks = None if whole[4] is None else whole[4].detach().clone().requires_grad_()
-        found = ring_attention(
-            *local[:3],
+        call = AttentionCall(
             visibility,
             layout,
             RankGroup(group, group.rank, group.size),
-            rings=None if isinstance(sizes, int) else rings_of(group, *sizes),
             key_layout=None if key_length is None else key_layout,
             bias=local[3],
             sinks=sinks,
             softcap=case["softcap"],
             scaling=case["scaling"],
         )
+        found = ring_attention(*local[:3], call)
         (found * layout.take(weights, 2, group.rank)).sum().backward()
         return [found.detach(), *(None if each is None else each.grad for each in [*local, sinks])]
 
-    with unittest.mock.patch.object(blocks, "TILE", case["tile"]), travelling_in(case["num_groups"]):
+    with unittest.mock.patch.object(blocks, "TILE", case["tile"]):
         found, *gradients = zip(*on_threads(size, attend), strict=True)
     torch.testing.assert_close(layout.put_together(found, 2), expected.detach())
     for ours, theirs, place in zip(gradients[:4], whole[:4], layouts, strict=True):
@@ -197,10 +169,9 @@ def test_parts_put_together_are_attention_over_the_whole(case):
         torch.testing.assert_close(sum(gradients[4]), whole[4].grad)
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (2, 2), (2, 3)])
-def test_keys_and_gradients_are_sent_once_less_than_there_are_ranks(monkeypatch, sizes, num_groups):
-    num_ranks, exchange, calls = math.prod(sizes), collectives.all_to_all, []
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])
+def test_keys_and_gradients_are_sent_once_less_than_there_are_ranks(monkeypatch, num_ranks):
+    exchange, calls = collectives.all_to_all, []
 
     def counted(*args):
         calls.append(args)
@@ -211,13 +182,12 @@ def test_keys_and_gradients_are_sent_once_less_than_there_are_ranks(monkeypatch,
 
     def attend(group):
         inputs = [torch.randn(1, 2, layout.lengths[group.rank], SIZE, requires_grad=True) for _ in range(3)]
-        place, rings = RankGroup(group, group.rank, group.size), rings_of(group, *sizes) if sizes[1:] else None
-        ring_attention(*inputs, Visibility(None, is_causal=False), layout, place, rings=rings).sum().backward()
+        place = RankGroup(group, group.rank, group.size)
+        ring_attention(*inputs, AttentionCall(Visibility(None, is_causal=False), layout, place)).sum().backward()
 
-    with travelling_in(num_groups):
-        on_threads(num_ranks, attend)
+    on_threads(num_ranks, attend)
     # Keys in both passes, and the gradients of keys.
-    assert len(calls) == 3 * (num_ranks - 1) * num_ranks * num_groups
+    assert len(calls) == 3 * (num_ranks - 1) * num_ranks
     all_keys = sum(2 * layout.lengths[rank] * SIZE * 2 for rank in range(num_ranks))
     assert sum(source.numel() for source, *_ in calls) == 3 * (num_ranks - 1) * all_keys
 
@@ -239,63 +209,13 @@ def test_scores_are_computed_in_tiles_and_explicitly_only_where_no_kernel_does(m
 
     def attend(group):
         place, visibility = RankGroup(group, 0, 1), Visibility(None, is_causal=False)
-        ring_attention(inputs, inputs, inputs, visibility, SequenceLayout(length, 1), place, bias=bias, **rest)
+        call = AttentionCall(visibility, SequenceLayout(length, 1), place, bias=bias, **rest)
+        ring_attention(inputs, inputs, inputs, call)
 
     on_threads(1, attend)
     is_explicit, is_cut = bool(rest) or options.get("bias", False), bool(options)
     expected = (ExplicitScores if is_explicit else FusedKernel, *([tile] * 2 if is_cut else [length] * 2))
     assert set(calls) == {expected}
-
-
-def test_a_rank_alone_which_sends_nothing_computes_all_heads_at_once(monkeypatch):
-    found, original = [], FusedKernel.forward
-
-    def forward(self, query, *rest):
-        found.append(query.shape[1])
-        return original(self, query, *rest)
-
-    monkeypatch.setattr(FusedKernel, "forward", forward)
-    inputs = torch.randn(1, 2, 4, SIZE)
-
-    def attend(group):
-        place, visibility = RankGroup(group, group.rank, group.size), Visibility(None, is_causal=False)
-        ring_attention(inputs, inputs, inputs, visibility, SequenceLayout(4 * group.size, group.size), place)
-
-    with travelling_in(2):
-        on_threads(1, attend)
-        assert found == [2]
-        on_threads(2, attend)
-    assert set(found[1:]) == {1}
-
-
-MANY = 1 << 14  # keys of 8 and values of 8, 4 bytes each: 1 MiB for each head
-
-
-@pytest.mark.parametrize(
-    ("shape", "key_heads", "longest", "device", "expected"),
-    [
-        ((1, 8), 8, MANY, "cpu", [2, 2, 2, 2]),
-        ((1, 6), 6, MANY, "cpu", [2, 2, 2]),  # no more than 4 groups, so that one head each is too few
-        ((1, 5), 5, MANY, "cpu", [2, 2, 1]),
-        ((1, 12), 3, MANY, "cpu", [1, 1, 1]),
-        ((1, 8), 8, MANY // 3, "cpu", [4, 4]),  # 3 heads would be a little less than what is worth a message
-        ((3, 8), 8, MANY // 3 + 1, "cpu", [2, 2, 2, 2]),
-        ((1, 8), 8, 1, "cpu", [8]),
-        ((1, 8), 8, 0, "cpu", [8]),
-        ((0, 8), 8, MANY, "cpu", [8]),
-        ((1, 8), 8, MANY, "meta", [8]),  # devices need the work of many heads
-        ((1, 8), 8, 4 * MANY, "meta", [4, 4]),
-        ((1, 8), 8, 16 * MANY, "meta", [2, 2, 2, 2]),
-    ],
-)
-def test_keys_of_few_heads_go_round_at_a_time_where_they_are_worth_a_message(
-    shape, key_heads, longest, device, expected
-):
-    batch, heads = shape
-    query, key = (torch.empty(batch, num, 2, 8, device=device) for num in (heads, key_heads))
-    found = head_chunks(query, key, key, longest)
-    share, ends = heads // key_heads, [sum(expected[:index]) for index in range(len(expected) + 1)]
-    assert found == [(slice(a * share, b * share), slice(a, b)) for a, b in itertools.pairwise(ends)]
 
 
 def test_scores_of_any_size_do_not_overflow():
@@ -311,7 +231,8 @@ def test_scores_of_any_size_do_not_overflow():
             place = RankGroup(group, group.rank, group.size)
             query = torch.full((1, 1, layout.lengths[group.rank], 1), 1e30)
             local = [layout.take(each, 2, group.rank) for each in (key, value)]
-            return ring_attention(query, *local, Visibility(None, is_causal=False), layout, place, scaling=1.0)
+            call = AttentionCall(Visibility(None, is_causal=False), layout, place, scaling=1.0)
+            return ring_attention(query, *local, call)
 
         for found in on_threads(size, attend):
             assert torch.equal(found, value[:, :, peak : peak + 1].expand_as(found))
@@ -337,7 +258,7 @@ def test_narrow_inputs_lose_as_little_as_one_kernel_does(dtype, is_causal):
         place = RankGroup(group, group.rank, group.size)
 
         def ring(*inputs):
-            outputs = ring_attention(*inputs, Visibility(None, is_causal=is_causal), layout, place)
+            outputs = ring_attention(*inputs, AttentionCall(Visibility(None, is_causal=is_causal), layout, place))
             assert outputs.dtype == dtype
             return outputs
 
@@ -356,9 +277,8 @@ def test_narrow_inputs_lose_as_little_as_one_kernel_does(dtype, is_causal):
         assert float((ours - exact).norm()) < 1.5 * float((theirs - exact).norm())
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("zigzag", [False, True])
-def test_dropped_weights_are_the_same_in_backward_and_differ_between_blocks(zigzag, num_groups):
+def test_dropped_weights_are_the_same_in_backward_and_differ_between_blocks(zigzag):
     """With an identity for values, outputs are the weights: dropped ones are zero, the others grow."""
     length, size, dropout = 64, 2, 0.25
     layout = SequenceLayout(length, size, zigzag=zigzag)
@@ -369,12 +289,12 @@ def test_dropped_weights_are_the_same_in_backward_and_differ_between_blocks(zigz
     def attend(group):
         local = [layout.take(each, 2, group.rank).clone().requires_grad_() for each in (key, key, value)]
         place = RankGroup(group, group.rank, group.size)
-        weights = ring_attention(*local, Visibility(None, is_causal=False), layout, place, dropout=dropout) * length
+        call = AttentionCall(Visibility(None, is_causal=False), layout, place, dropout=dropout)
+        weights = ring_attention(*local, call) * length
         weights.sum().backward()
         return weights.detach(), local[2].grad
 
-    with travelling_in(num_groups):
-        found, gradients = zip(*on_threads(size, attend), strict=True)
+    found, gradients = zip(*on_threads(size, attend), strict=True)
     weights = layout.put_together(found, 2)
     kept = weights != 0
     assert float(kept.float().mean()) == pytest.approx(1 - dropout, abs=0.02)

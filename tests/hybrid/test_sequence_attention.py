@@ -13,7 +13,7 @@ from booster_core.errors import ConfigError
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
-from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
 from booster_testing import expect_on_ranks, run_on_ranks
 
@@ -74,7 +74,8 @@ def attends(mode, heads, key_heads, length, kind):
     (expected * weights).sum().backward()
     local = [layout.take(each.detach(), 2, group.rank).clone().requires_grad_() for each in whole]
     attend = ring_attention if mode == "ring_attn" else all_to_all_attention
-    found = attend(*local[:3], Visibility(mask, is_causal=is_causal), layout, group, scaling=0.3)
+    call = AttentionCall(Visibility(mask, is_causal=is_causal), layout, group, scaling=0.3)
+    found = attend(*local[:3], call)
     torch.testing.assert_close(found, layout.take(expected, 2, group.rank).detach())
     (found * local[3]).sum().backward()
     for ours, theirs in zip(local, whole, strict=True):
@@ -123,7 +124,8 @@ def drops():
     value = torch.eye(length).expand(1, 2, -1, -1)
     local = [layout.take(each, 2, group.rank).clone().requires_grad_() for each in (query, key, value)]
     torch.manual_seed(group.rank)
-    weights = ring_attention(*local, Visibility(None, is_causal=False), layout, group, dropout=dropout) * length
+    call = AttentionCall(Visibility(None, is_causal=False), layout, group, dropout=dropout)
+    weights = ring_attention(*local, call) * length
     kept = weights != 0
     assert float(kept.float().mean()) == pytest.approx(1 - dropout, abs=0.05)
     torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1 / (1 - dropout)))
@@ -163,7 +165,7 @@ def attends_across(lengths, what):
     heads = slice(4 // group.size * group.rank, 4 // group.size * (group.rank + 1))
     own_bias = None if bias is None else bias.detach()[:, heads].clone().requires_grad_()
     asked |= {"bias": own_bias, "sinks": own_sinks, "key_layout": key_layout}
-    found = all_to_all_attention(*local, Visibility(None, is_causal=False), layout, group, **asked)
+    found = all_to_all_attention(*local, AttentionCall(Visibility(None, is_causal=False), layout, group, **asked))
     torch.testing.assert_close(found, layout.take(expected, 2, group.rank).detach())
     (found * layout.take(weights, 2, group.rank)).sum().backward()
     for each, ours, theirs in zip(layouts, local, whole, strict=True):

@@ -13,7 +13,7 @@ from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
-from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
@@ -69,7 +69,7 @@ def attends(mode, kind, length, size, limit_bytes):
     local = [layout.take(each, 2, group.rank).clone().requires_grad_() for each in whole]
     local_weights = layout.take(weights, 2, group.rank).clone()
     with peak_allocated() as used:
-        found = MODES[mode](*local, Visibility(made, is_causal=kind == "plain"), layout, group)
+        found = MODES[mode](*local, AttentionCall(Visibility(made, is_causal=kind == "plain"), layout, group))
         gradients = torch.autograd.grad(found, local, local_weights)
     assert used.peak_bytes < limit_bytes, f"{used.peak_bytes / 2**20:.1f} MiB"
     query, key, value = (each.double().requires_grad_() for each in whole)

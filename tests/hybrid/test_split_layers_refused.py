@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as old_weight_norm
 
 from booster_core.errors import ConfigError
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
+from booster_hybrid.probe.probe import check_policy
 from booster_hybrid.rank_group import RankGroup
-from booster_hybrid.tensor_parallel.linear import is_linear, is_transposed
+from booster_hybrid.tensor_parallel.linear import is_transposed
 from booster_hybrid.tensor_parallel.plan import parallelize
 
 NORMS = {
@@ -60,28 +63,24 @@ class Own(nn.Linear):
         return product * 0.5 if self.kind == "scaled" else product + self.bias
 
 
-@pytest.mark.parametrize(("kind", "order"), [("plain", False), ("transposed", True)])
-@pytest.mark.parametrize("inputs", [6, 8])
-def test_linear_layers_are_known_by_what_they_compute(kind, order, inputs):
-    layer = Own(kind, inputs)
-    before = dict(layer.named_parameters())
-    assert is_linear(layer)
-    assert is_transposed(layer) is order
-    assert all(parameter is before[name] for name, parameter in layer.named_parameters())
+def test_the_order_of_a_weight_is_told_by_its_bias():
+    assert not is_transposed(Own("plain"))
+    assert is_transposed(Own("transposed"))
 
 
-class InFp32(nn.Linear):
-    """A router, whose scores are in fp32 whatever its weight."""
+@pytest.mark.parametrize(
+    ("kind", "is_plain"), [("plain", True), ("transposed", True), ("scaled", False), ("doubled bias", False)]
+)
+def test_a_layer_that_computes_something_else_is_refused(kind, is_plain):
+    model = nn.Sequential(Own(kind), nn.ReLU(), nn.Linear(8, 6))
+    policy = ShardingPolicy((ModuleRule("0", Style.COLUMN), ModuleRule("2", Style.ROW)))
+    expected = contextlib.nullcontext() if is_plain else pytest.raises(ConfigError, match=r"changes what .* computes")
+    with expected:
+        check_policy(model, policy, 2, torch.device("cpu"))
 
-    def forward(self, x):
-        return nn.functional.linear(x.float(), self.weight.float(), self.bias.float())
 
-
-def test_a_layer_that_computes_in_another_format_is_no_plain_one():
-    assert not is_linear(InFp32(4, 6))
-
-
-@pytest.mark.parametrize("kind", ["scaled", "doubled bias"])
-def test_a_layer_that_computes_something_else_is_refused(kind):
-    with pytest.raises(ConfigError, match="as a linear layer, but it is a Own, whose forward computes something else"):
-        split(nn.ModuleDict({"layer": Own(kind)}), ModuleRule("layer", Style.COLUMN))
+def test_a_layer_without_a_matrix_is_refused():
+    with pytest.raises(
+        ConfigError, match="as a linear layer, but it is a LayerNorm without a weight of two dimensions"
+    ):
+        split(nn.ModuleDict({"layer": nn.LayerNorm(8)}), ModuleRule("layer", Style.COLUMN))

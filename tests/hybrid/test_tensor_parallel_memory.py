@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from booster_hybrid.policy.find import policy_for
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.collectives import gathered_last
 from booster_hybrid.tensor_parallel.plan import parallelize
-from booster_hybrid.tensor_parallel.vocabulary import vocabulary_cross_entropy
+from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary, vocabulary_cross_entropy
 from booster_testing import peak_memory, run_on_ranks
 
 MIB = 2**20
@@ -67,10 +68,11 @@ def loss_of_split_logits(dtype):
     torch.manual_seed(0)
     labels = torch.randint(VOCABULARY, (TOKENS,))
     logits = torch.randn(TOKENS, width).to(dtype).requires_grad_()
-    vocabulary_cross_entropy(logits[:8], labels[:8], group.rank * width, group, num_classes=VOCABULARY).sum().backward()
+    vocabulary = ByVocabulary([width] * group.size, group)
+    vocabulary_cross_entropy(logits[:8], labels[:8], vocabulary).sum().backward()
     logits.grad = None
     with peak_memory() as forward:
-        losses = vocabulary_cross_entropy(logits, labels, group.rank * width, group, num_classes=VOCABULARY)
+        losses = vocabulary_cross_entropy(logits, labels, vocabulary)
     with peak_memory() as backward:
         losses.mean().backward()
     return forward.peak_bytes, backward.peak_bytes, logits.numel() * logits.element_size()
@@ -97,7 +99,8 @@ def same_loss(dtype, size):
     expected = nn.functional.cross_entropy(
         whole.to(torch.promote_types(dtype, torch.float32)), labels, reduction="none"
     )
-    found = vocabulary_cross_entropy(part, labels, cuts[group.rank], group, num_classes=vocabulary)
+    sizes = [stop - start for start, stop in pairwise(cuts)]
+    found = vocabulary_cross_entropy(part, labels, ByVocabulary(sizes, group))
     torch.testing.assert_close(found, expected)
     (expected * weights).sum().backward()
     (found * weights).sum().backward()
@@ -117,7 +120,7 @@ def large_and_small_logits():
     labels = torch.tensor([0, 2, 3])
     expected = nn.functional.cross_entropy(whole, labels, reduction="none")
     part = whole[:, group.rank * 2 : group.rank * 2 + 2].clone().requires_grad_()
-    found = vocabulary_cross_entropy(part, labels, group.rank * 2, group, num_classes=4)
+    found = vocabulary_cross_entropy(part, labels, ByVocabulary([2, 2], group))
     torch.testing.assert_close(found, expected)
     found.sum().backward()
     assert part.grad.isfinite().all()

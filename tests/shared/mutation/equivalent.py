@@ -13,7 +13,6 @@ _FROM_ZERO = "nothing starts before 0: whichever of a rank and its input is free
 _AFTER_BACKWARD = "a weight's gradient follows a forward and a backward of its rank, which end later"
 _CUT = "microbatches beyond the last are left out below, and the others keep their order"
 _FINENESS = "the number of sizes tried is a setting: with one more or less, neighbours still differ by less than 2%"
-_NUMBERS = "blocks are told apart by any numbers, the same in forward and backward"
 _SEED = "any seeds will do, and without dropout nothing is drawn"
 _PLENTY = "numbers of blocks stay apart by less, too"
 _ITSELF = "the largest or smallest of a number and itself is that number"
@@ -80,8 +79,6 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
         ): "the first of one part is the last",
     },
     "hybrid/ring": {
-        ("_Settings", "first_block: int = 0", "0 -> 1"): _NUMBERS,
-        ("_Settings", "first_block: int = 0", "0 -> -1"): _NUMBERS,
         ("", "_MOST_BLOCKS = 1 << 20", "20 -> 21"): _PLENTY,
         ("", "_MOST_BLOCKS = 1 << 20", "20 -> 19"): _PLENTY,
         ("", "_MOST_BLOCKS = 1 << 20", "1 -> 2"): _PLENTY,
@@ -89,48 +86,21 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             ("ring_attention", "seed = int(torch.randint(2**62, ())) if dropout else 0", change): _SEED
             for change in ("2 ** 62 -> 2 * 62", "62 -> 61", "0 -> 1", "0 -> -1")
         },
-        (
-            "_Settings.parts",
-            "groups = head_chunks(query, key, value, max(self.key_layout.lengths))",
-            "max(self.key_layout.lengths) -> min(self.key_layout.lengths)",
-        ): "all ranks find the same groups by either, and a position more is no matter for messages",
-        ("_Settings.parts", "if len(groups) == 1:", "1 -> 0"): "all heads may have settings of their own as well",
-        ("_Settings.parts", "yield self, groups[0]", "0 -> -1"): _ONLY_ONE,
-        (
-            "_Settings.blocks",
-            "first_number = self.first_block + sender * _MOST_BLOCKS",
-            "self.first_block + sender * _MOST_BLOCKS -> self.first_block - sender * _MOST_BLOCKS",
-        ): "counting the senders backwards gives each block a number of its own as well",
-    },
-    "hybrid/head_groups": {
-        (
-            "head_chunks",
-            "step = max(_parts(key.shape[1], MOST_GROUPS), _parts(least_bytes, max(bytes_of_head, 1)))",
-            "1 -> 2 (#2)",
-        ): "heads without any bytes go round all at once, however many bytes are counted for each",
     },
     "hybrid/ring_travel": {
-        ("visits", "return", "return -> pass"): "what was visited is not visited again",
-        ("_round", "if ring.size == 1:", "1 -> 0"): _OWN_COPY,
-        ("_round", "if step == 0:", "0 -> -1"): _OWN_COPY,
-        ("_round", "yield ranks[0], key, value", "0 -> -1"): _ONLY_ONE,
-        ("_ranks", "for each in reversed(within):", "reversed(within) -> list(within)"): _ONLY_ONE,
-        (
-            "_ranks",
-            "place, stride = place + each.rank * stride, stride * each.size",
-            "each.rank * stride -> each.rank // stride",
-        ): "one ring is within another, whose stride is 1",
+        ("visits", "if group.size == 1:", "1 -> 0"): _OWN_COPY,
+        ("visits", "if step == 0:", "0 -> -1"): _OWN_COPY,
         **{
             ("_pass_on", line, "1 -> 2"): "a bound beyond the last belongs to nobody"
             for line in (
-                "sent = [0 if rank <= after else flat.numel() for rank in range(ring.size + 1)]",
-                "received = [0 if rank <= before else numel for rank in range(ring.size + 1)]",
+                "sent = [0 if rank <= after else flat.numel() for rank in range(group.size + 1)]",
+                "received = [0 if rank <= before else numel for rank in range(group.size + 1)]",
             )
         },
         **{
-            ("_round", line, "0 -> -1"): _ONLY_ONE
+            ("visits", line, "0 -> -1"): _ONLY_ONE
             for line in (
-                "pending = _pass_on(held[0], _numel(key, value, layout.lengths[following]), ring)",
+                "pending = _pass_on(held[0], _numel(key, value, layout.lengths[following]), group)",
                 "yield sender, *_unpacked(held[0], key, value, layout.lengths[sender])",
                 "held[0] = pending[1]",
             )

@@ -123,10 +123,6 @@ TARGETS = {
         "booster_hybrid.sequence_parallel.ring_attention",
         ("hybrid/test_ring_attention.py",),
     ),
-    "hybrid/head_groups": Target(
-        "booster_hybrid.sequence_parallel.head_groups",
-        ("hybrid/test_ring_attention.py",),
-    ),
     "hybrid/ring_travel": Target(
         "booster_hybrid.sequence_parallel.ring",
         ("hybrid/test_ring_attention.py",),

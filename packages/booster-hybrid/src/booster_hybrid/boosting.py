@@ -469,7 +469,6 @@ def _split_sequences(
         lists,
         mode,
         mesh.ranks("sp"),
-        rings=mesh.rings,
         parallel_output=options.parallel_output,
         dims=seen[0],
         mixers=seen[1],

@@ -234,16 +234,14 @@ class SequenceConfig:
         size: Ranks over which a sequence is split; 1 splits none.
         mode: How attention sees the whole sequence: one of `SEQUENCE_MODES`, or ``None`` where none is split.
             ``"split_gather"`` uses the tensor parallel ranks and so takes no size of its own.
-        inner_ring_size: Ranks of each inner ring of ``"ring_attn"``; ``None`` for one ring of all ranks.
 
     Raises:
         ConfigError: If the size is below 1, the mode is unknown, ``"split_gather"`` comes with a size, or another mode
-            without one, or inner rings are not asked of ``"ring_attn"`` or can't be made of the ranks.
+            without one.
     """
 
     size: int = 1
     mode: str | None = None
-    inner_ring_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_positive("sp_size", self.size)
@@ -265,25 +263,6 @@ class SequenceConfig:
                 f"`sequence_parallelism_mode={self.mode!r}` splits sequences over `sp_size` ranks, which is 1. Pass "
                 "`sp_size`, or leave the mode out."
             )
-            raise ConfigError(msg)
-        self._check_rings()
-
-    def _check_rings(self) -> None:
-        inner = self.inner_ring_size
-        if inner is None:
-            return
-        _check_positive("inner_ring_size", inner)
-        if self.mode != "ring_attn":
-            msg = (
-                f"`inner_ring_size={inner}` is about `sequence_parallelism_mode='ring_attn'`, and the mode is "
-                f"{self.mode!r}. Leave it out."
-            )
-            raise ConfigError(msg)
-        fitting = [size for size in range(2, self.size) if self.size % size == 0]
-        if inner not in fitting:
-            listed = ", ".join(map(str, fitting))
-            remedy = f"Use one of {listed}, or leave it out for one ring." if fitting else "Leave it out for one ring."
-            msg = f"`inner_ring_size={inner}` does not cut a ring of {self.size} ranks into several. {remedy}"
             raise ConfigError(msg)
 
 
@@ -371,7 +350,6 @@ class HybridConfig:
 def sequence_config(
     size: int,
     mode: str | None,
-    inner_ring_size: int | None,
     *,
     sequence_parallel: bool,
     context_parallel: str | None,
@@ -381,7 +359,6 @@ def sequence_config(
     Args:
         size: Ranks over which a sequence is split.
         mode: Colossal-AI's ``sequence_parallelism_mode``.
-        inner_ring_size: As for `SequenceConfig`.
         sequence_parallel: Split over the tensor parallel ranks, as ``"split_gather"`` does.
         context_parallel: ``"ulysses"`` or ``"ring"``.
 
@@ -405,7 +382,7 @@ def sequence_config(
         mode = "split_gather"
     elif context_parallel is not None:
         mode = CONTEXT_PARALLEL[context_parallel]
-    return SequenceConfig(size=size, mode=mode, inner_ring_size=inner_ring_size)
+    return SequenceConfig(size=size, mode=mode)
 
 
 def checked_choice(unchecked: str) -> str:

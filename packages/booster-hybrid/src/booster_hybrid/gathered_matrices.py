@@ -73,7 +73,8 @@ class GatheredMatrices:
         Collective: the ranks that have parts.
         """
         optimizer = self._optimizer
-        parts = [part for part in parts if part.values.grad is not None]
+        known = {id(each) for group in optimizer.param_groups for each in group["params"]}  # others may have some, too
+        parts = [part for part in parts if part.values.grad is not None and id(part.values) in known]
         shares = self._shares_of(parts)
         wholes = self._bring(parts, shares)
         places = {id(part.values): index for index, part in enumerate(parts)}

@@ -167,10 +167,6 @@ experts; the ranks of the last one take part in a forward together.
 """
 
 
-OF_RINGS = [("hosts",), ("ring",)]
-"""The axes along which keys travel where ring attention has two rings. The sequence axis is one times the other."""
-
-
 def check_order(order: Sequence[str]) -> tuple[str, ...]:
     """Return an order of the axes.
 
@@ -219,23 +215,9 @@ def with_experts(shape: MeshShape, ep_size: int) -> MeshShape:
             f"of {shape.world_size} ranks. Use one of {divisors}."
         )
         raise ConfigError(msg)
-    return _with_two(shape, "dp", {"edp": size // ep_size, "ep": ep_size})
-
-
-def with_rings(shape: MeshShape, ring_size: int) -> MeshShape:
-    """Return the mesh whose sequence axis is two: ranks of one place in several inner rings, and ranks of one ring.
-
-    Args:
-        shape: The mesh; its ranks keep their numbers.
-        ring_size: Number of ranks of an inner ring, neighbours along the sequence axis, whose size it divides.
-    """
-    return _with_two(shape, "sp", {"hosts": shape.sizes["sp"] // ring_size, "ring": ring_size})
-
-
-def _with_two(shape: MeshShape, axis: str, two: Mapping[str, int]) -> MeshShape:
     sizes: dict[str, int] = {}
-    for name, size in shape.sizes.items():
-        sizes |= two if name == axis else {name: size}
+    for name, number in shape.sizes.items():
+        sizes |= {"edp": size // ep_size, "ep": ep_size} if name == "dp" else {name: number}
     return MeshShape(sizes)
 
 
@@ -257,12 +239,8 @@ class Mesh:
 
     def ranks(self, name: str) -> RankGroup:
         """Return the ranks along one axis."""
-        return _ranks_of(self.axes[name,])
-
-    @property
-    def rings(self) -> list[RankGroup] | None:
-        """The two rings of ring attention, the outer one first; ``None`` where there is one."""
-        return [_ranks_of(self.axes[name]) for name in OF_RINGS] if OF_RINGS[0] in self.axes else None
+        axis = self.axes[name,]
+        return RankGroup(axis.group, axis.index, axis.size)
 
     def gathering_groups(self, ep_size: int) -> dict[tuple[int, ...], ProcessGroup]:
         """Make the groups in which sharded parameters are gathered, by their ranks.
@@ -273,28 +251,23 @@ class Mesh:
         return {axis.ranks: axis.group for axis in made.values()}
 
 
-def _ranks_of(axis: Axis) -> RankGroup:
-    return RankGroup(axis.group, axis.index, axis.size)
-
-
-def make_groups(shape: MeshShape, ep_size: int, ring_size: int | None = None) -> Mesh:
-    """Make the process groups of `COMMUNICATING` and `OF_EXPERTS`, and of `OF_RINGS` where there are two rings.
+def make_groups(shape: MeshShape, ep_size: int) -> Mesh:
+    """Make the process groups of `COMMUNICATING` and `OF_EXPERTS`.
 
     Args:
         shape: The mesh.
         ep_size: As for `with_experts`.
-        ring_size: As for `with_rings`; ``None`` for one ring.
 
     Raises:
         ConfigError: As for `with_experts`.
 
     Collective: every rank of the world.
     """
-    split = with_rings(with_experts(shape, ep_size), ring_size or 1)
-    parts = {"dp": ("edp", "ep"), "sp": ("hosts", "ring")}
+    split = with_experts(shape, ep_size)
+    parts = {"dp": ("edp", "ep")}
     wanted = {
         axes: tuple(each for name in axes for each in parts.get(name, (name,)))
-        for axes in (*COMMUNICATING, *OF_EXPERTS, *(OF_RINGS if ring_size else ()))
+        for axes in (*COMMUNICATING, *OF_EXPERTS)
     }
     made = make_axes(split, list(dict.fromkeys(wanted.values())))
     if ep_size > 1:

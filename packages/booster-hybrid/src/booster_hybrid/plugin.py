@@ -105,8 +105,6 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         context_parallel: Split them over ``sp_size`` ranks, and attention as well: ``"ulysses"`` or ``"ring"``.
         sequence_parallelism_mode: The same by Colossal-AI's names: ``"split_gather"``, ``"all_to_all"`` or
             ``"ring_attn"``.
-        inner_ring_size: Ranks of each inner ring of ``"ring_attn"``, such as those of a host: keys and values go round
-            it before they go on to the next host. It divides ``sp_size``; ``None`` makes one ring of all ranks.
         parallel_output: Keep the logits of language models sharded (by vocabulary, and by positions where the model
             computes its own loss of split sequences), so that they are gathered only where needed, see `SplitLogits`.
             ``False`` gathers them in each forward.
@@ -187,7 +185,6 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         sequence_parallel: bool = False,
         context_parallel: str | None = None,
         sequence_parallelism_mode: str | None = None,
-        inner_ring_size: int | None = None,
         parallel_output: bool = True,
         unchecked: Literal["raise", "allow"] = "raise",
         max_norm: float = 0.0,
@@ -226,7 +223,6 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             sequence=sequence_config(
                 sp_size,
                 sequence_parallelism_mode,
-                inner_ring_size,
                 sequence_parallel=sequence_parallel,
                 context_parallel=context_parallel,
             ),
@@ -554,8 +550,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
         if self._made_for is None or self._made_for[0] is not world:
-            sizes = self.config.expert.size, self.config.sequence.inner_ring_size
-            self._made_for = (world, make_groups(self._shape(dist.get_world_size()), *sizes))
+            self._made_for = (world, make_groups(self._shape(dist.get_world_size()), self.config.expert.size))
         return self._made_for[1]
 
 

@@ -66,22 +66,12 @@ class ExpertsForward:
         return combine(results, hidden.shape[0], route, self._group)
 
 
-class EveryTokenForward:
+class EveryTokenForward(ExpertsForward):
     """The same for experts that are called with every token, and with zeros for those that have not chosen an expert.
 
     Rows of zeros stay where they are. The rows of each expert that is here are filled up with zeros to as many as the
     one with the most has.
-
-    Args:
-        module: The experts that are here.
-        name: What errors call it.
-        num_experts: Number of experts on all ranks.
-        group: The ranks.
     """
-
-    def __init__(self, module: nn.Module, name: str, num_experts: int, group: RankGroup) -> None:
-        self._forward = module.forward
-        self._name, self._num_experts, self._group = name, num_experts, group
 
     @outside_of_graphs
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -98,8 +98,6 @@ def record_calls(
     watched: Mapping[str, nn.Module],
     alike: Mapping[nn.Module, str],
     split: Mapping[int, Split],
-    *,
-    is_training: bool = False,
 ) -> Recording:
     """Run a model on a batch, and note how it calls some of its modules.
 
@@ -111,7 +109,6 @@ def record_calls(
         watched: The modules, by name.
         alike: Layers that are like a watched one, with its name.
         split: The parameters that are to be split, by ``id``.
-        is_training: Whether its modules are in training mode.
     """
     recording, changes = Recording(), ModulePatches()
     watch = Watch({key: name for key, (name, _) in split.items()})
@@ -120,7 +117,7 @@ def record_calls(
         for reader in readers:
             watch.allow(key, reader, changes)
     for each in model.modules():
-        changes.attribute(each, "training", value=is_training)
+        changes.attribute(each, "training", value=False)
     try:
         with watch, torch.enable_grad(), eager():
             call_with(model, taken_by(model, batch))

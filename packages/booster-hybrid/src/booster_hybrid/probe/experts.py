@@ -3,7 +3,7 @@
 Each kind of module runs with a few experts, random weights and random tokens: whole, as two ranks would each call it,
 and spread over both within this process, on the user's own module, which is put back then. So it shows whether the
 first dimension of the parameters is the experts', whether the module counts them by the attributes that are known, and
-whether it computes each row by itself, also where an expert has many. Nothing is communicated, so all ranks come to the
+whether it computes each row by itself. Nothing is communicated, so all ranks come to the
 same verdict.
 """
 
@@ -31,10 +31,7 @@ if TYPE_CHECKING:
     from booster_hybrid.probe.calls import Call
 
 _SEED = 20191
-_MOST_EXPERTS, _CHOICES, _RANKS = 4, 2, 2
-_TOKENS, _MOST_TOKENS, _PRODUCTS = 64, 4096, 1 << 28
-"""Tokens that are spread, and the most that the whole module runs on: so many that a limit on the rows of an expert
-shows, as far as the products of an expert's weights allow."""
+_MOST_EXPERTS, _CHOICES, _RANKS, _TOKENS = 4, 2, 2, 64
 
 
 def check_experts(experts: Sequence[ExpertsModule], device: torch.device) -> None:
@@ -91,7 +88,7 @@ class _Probe:
                 for width in self._widths():
                     try:
                         values = self._values(setting)
-                        runners = self._runners(width, _TOKENS, setting)
+                        runners = self._runners(width, setting)
                         whole = [runner.whole(values) for runner in runners]
                     except NoValuesError as error:
                         self._refuse(str(error))
@@ -103,7 +100,6 @@ class _Probe:
                         self._refuse("it gives other outputs in each call, or infinite ones")
                     if known[0].output.shape[-1] == width:
                         self._compare(runners, values, known, setting)
-                        self._compare_rows(width, values, setting)
                         return
                     reason = reason or "it returns no hidden states"
         finally:
@@ -121,23 +117,22 @@ class _Probe:
         named = [each for each in vars(self._experts.module).values() if type(each) is int and each in sizes]
         return list(dict.fromkeys((*named, *sizes)))
 
-    def _runners(self, width: int, tokens: int, setting: Setting) -> list[Runner]:
+    def _runners(self, width: int, setting: Setting) -> list[Runner]:
         """Return what calls the module as two ranks do, with more tokens for one expert and on one rank than others."""
-        tensors = self._tensors(width, tokens)
-        bounds = (0, tokens // 3, tokens)
+        tensors, bounds = self._tensors(width), (0, _TOKENS // 3, _TOKENS)
         calls = [self._call(*(each[start:stop] for each in tensors)) for start, stop in pairwise(bounds)]
         return [Runner(self._experts.module, call, setting, self._device) for call in calls]
 
-    def _tensors(self, width: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _tensors(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return hidden states, indices and weights."""
         generator = torch.Generator(self._device).manual_seed(_SEED)
         choices = min(_CHOICES, self._num_experts)
         options: dict[str, Any] = {"generator": generator, "device": self._device, "dtype": torch.float64}
-        scores = torch.rand(tokens, self._num_experts, **options)
-        scores[: tokens // 2, 0] += 1  # as a limit for each expert would be noticed
+        scores = torch.rand(_TOKENS, self._num_experts, **options)
+        scores[: _TOKENS // 2, 0] += 1  # as a limit for each expert would be noticed
         index = scores.topk(choices, -1).indices
-        weights = torch.rand(tokens, choices, **options)
-        hidden = torch.randn(tokens, width, **options)
+        weights = torch.rand(_TOKENS, choices, **options)
+        hidden = torch.randn(_TOKENS, width, **options)
         return hidden, index, weights
 
     def _call(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Call:
@@ -146,17 +141,6 @@ class _Probe:
         chosen = torch.zeros(len(hidden), self._num_experts, device=self._device, dtype=hidden.dtype)
         rows = hidden * chosen.scatter_(1, index, 1.0).T.unsqueeze(-1)
         return (rows.flatten(0, 1),), {}
-
-    def _compare_rows(self, width: int, values: Mapping[int, Tensor], setting: Setting) -> None:
-        """Raise if the whole module computes rows otherwise where there are many of them."""
-        own = sum(each[0].numel() for each in self._experts.parameters.values())
-        tokens = min(max(_PRODUCTS // max(own, 1), _TOKENS), _MOST_TOKENS)
-        if self._experts.takes_every_token:
-            return  # as many rows for each expert, whatever was chosen
-        call = self._call(*self._tensors(width, tokens))
-        together = Runner(self._experts.module, call, setting, self._device).output(values)
-        apart = torch.cat([runner.output(values) for runner in self._runners(width, tokens, setting)])
-        self._refuse_difference(Result(apart, {}), Result(together, {}), setting, slice(None))
 
     def _compare(
         self, runners: Sequence[Runner], values: Mapping[int, Tensor], whole: Sequence[Result], setting: Setting

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -62,54 +63,76 @@ class _Call:
         return self.kind, None if self.kind == "all_to_all" else self.given.shape
 
 
-@dataclass
-class _Place:
-    """Where a rank is.
+class _Turn:
+    """A rank's place among its collectives, and the thread in which it runs while it has its turn.
 
     Attributes:
         call: The collective at which it waits; ``None`` before the first one, and at its end.
         answer: The result of that collective.
-        may_run: Given when its turn begins.
-        has_stopped: Given back when its turn ends.
-        is_abandoned: Whether it is to end where it waits.
     """
 
-    call: _Call | None = None
-    answer: Tensor | None = None
-    may_run: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    has_stopped: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    is_abandoned: bool = False
+    def __init__(self) -> None:
+        self.call: _Call | None = None
+        self.answer: Tensor | None = None
+        self._error: BaseException | None = None
+        self._is_abandoned = False
+        self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
 
-    def wait(self) -> None:
-        """End the turn of this rank, whose thread calls it, and wait for the next one."""
-        self.has_stopped.release()
-        self.may_run.acquire()
+    def begin(self, name: str, work: Callable[[], None]) -> None:
+        """Start the rank's thread, which waits for its first turn."""
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run, args=(self._run, work), name=name, daemon=True
+        )
+        self._thread.start()
 
-    def meet(self, call: _Call) -> Tensor:
-        """Wait at a collective, and return its result; this rank's thread calls it."""
-        if self.is_abandoned:
-            raise _AbandonedError
-        self.call = call
-        self.wait()
-        self.call, answer, self.answer = None, self.answer, None
-        if answer is None:
-            raise _AbandonedError
-        return answer
-
-    def run(self) -> None:
-        """Let the rank run in its thread until it waits or ends; the caller's thread waits.
+    def go_on(self) -> None:
+        """Let the rank run until its next collective or its end; raise what it raises.
 
         Raises:
             ConfigError: If it takes too long: ranks take turns, and one may hold what this one waits for.
         """
-        self.may_run.release()
-        if not self.has_stopped.acquire(timeout=_TURN_SECONDS):
+        self._may_run.release()
+        if not self._has_stopped.acquire(timeout=_TURN_SECONDS):
             msg = (
                 f"A layer waits for more than {_TURN_SECONDS:.0f} s while `boost` checks it, maybe for a lock that the "
                 "same layer holds for another rank while that takes part in a collective. Hold no lock around layers "
                 "that are split."
             )
             raise ConfigError(msg)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def meet(self, call: _Call) -> Tensor:
+        """Wait at a collective, and return its result; this rank's thread calls it."""
+        if not self._is_abandoned:
+            self.call = call
+            self._has_stopped.release()
+            self._may_run.acquire()
+            self.call, answer, self.answer = None, self.answer, None
+            if answer is not None:
+                return answer
+        raise _AbandonedError
+
+    def abandon(self) -> None:
+        """End the rank where it waits."""
+        if self._thread is not None:
+            self._is_abandoned, self.answer = True, None
+            self._may_run.release()
+            self._thread.join()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        self._may_run.acquire()
+        try:
+            if not self._is_abandoned:
+                work()
+        except _AbandonedError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - whoever waits for this rank raises it
+            self._error = error
+        finally:
+            self._has_stopped.release()
 
 
 @dataclass(frozen=True)
@@ -120,10 +143,10 @@ class InProcessRank(RankGroup):
         group: Always ``None``.
         rank: The rank's index.
         size: Number of ranks.
-        place: Where it is among its collectives.
+        turn: Where it is among its collectives.
     """
 
-    place: _Place = field(default_factory=_Place, compare=False)
+    turn: _Turn = field(default_factory=_Turn, compare=False)
 
     def all_reduce(self, tensor: Tensor) -> collectives.Pending:
         """Fill in the sum over ranks."""
@@ -153,7 +176,7 @@ class InProcessRank(RankGroup):
     def _result(self, kind: str, given: Tensor, bounds: Sequence[int] = ()) -> Tensor:
         with _disable_current_modes():  # selective checkpointing would expect the copy in the recomputation
             call = _Call(kind, given.detach().clone(), tuple(bounds))
-        return self.place.meet(call)
+        return self.turn.meet(call)
 
 
 def on_ranks(
@@ -174,85 +197,43 @@ def on_ranks(
         ConfigError: If ranks take part in different collectives, which would wait for each other.
         Exception: What the function raises for any rank.
     """
+    results: dict[int, T] = {}
     # What torch keeps for the process and not for a thread is set before the first rank and reset after the last one.
     with eager(), _Around():  # type: ignore[no-untyped-call]
-        here = _Here(device)
-        runs = [_Run(InProcessRank(None, rank, size), run, here) for rank in range(size)]
-        before = ModuleState(modules)
+        here, before = _Here(device), ModuleState(modules)
+
+        def work(rank: InProcessRank) -> None:
+            with here.entered():
+                results[rank.rank] = run(rank)
+
+        ranks = [InProcessRank(None, rank, size) for rank in range(size)]
         try:
-            return _results(runs, before)
+            for each in ranks:
+                each.turn.begin(f"booster-rank-{each.rank}", functools.partial(work, each))
+            _take_turns([each.turn for each in ranks], before)
         finally:
-            for each in runs:
-                each.abandon()
+            for each in ranks:
+                each.turn.abandon()
             before.put_back()
+    return [results[rank] for rank in range(size)]
 
 
-def _results(runs: Sequence[_Run[T]], before: ModuleState) -> list[T]:
-    states = [before for _ in runs]
+def _take_turns(turns: Sequence[_Turn], before: ModuleState) -> None:
+    """Let each rank run to its next collective, with the modules as it has left them, until all have ended."""
+    states = [before for _ in turns]
     while True:
-        for index, each in enumerate(runs):
+        for index, each in enumerate(turns):
             states[index].put_back()
             each.go_on()
             states[index] = before.now()
-        stopped = [each.rank.place.call for each in runs if each.rank.place.call is not None]
+        stopped = [each.call for each in turns if each.call is not None]
         if not stopped:
-            return [each.result() for each in runs]
-        if len(stopped) < len(runs) or len({call.form for call in stopped}) > 1:
-            _refuse_different_collectives()
-        for each, answer in zip(runs, _answers(stopped), strict=True):
-            each.rank.place.answer = answer
-
-
-class _Run(Generic[T]):
-    """A function that runs for one rank.
-
-    Args:
-        rank: The rank.
-        function: The function.
-        here: What its thread has.
-    """
-
-    def __init__(self, rank: InProcessRank, function: Callable[[InProcessRank], T], here: _Here) -> None:
-        self.rank, self._function, self._here = rank, function, here
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def go_on(self) -> None:
-        """Let the rank run until its next collective or its end; raise what it raises."""
-        if self._thread is None:
-            name, run = f"booster-rank-{self.rank.rank}", contextvars.copy_context().run
-            self._thread = threading.Thread(target=run, args=(self._work,), name=name, daemon=True)
-            self._thread.start()
-        self.rank.place.run()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def result(self) -> T:
-        """Return what the function has returned."""
-        return self._results[0]
-
-    def abandon(self) -> None:
-        """End the rank where it waits."""
-        if self._thread is None:
             return
-        self.rank.place.is_abandoned, self.rank.place.answer = True, None
-        self.rank.place.may_run.release()
-        self._thread.join()
-
-    def _work(self) -> None:
-        self.rank.place.may_run.acquire()
-        try:
-            if not self.rank.place.is_abandoned:
-                with self._here.entered():
-                    self._results.append(self._function(self.rank))
-        except _AbandonedError:
-            pass
-        except BaseException as error:  # noqa: BLE001 - whoever waits for this rank raises it
-            self._error = error
-        finally:
-            self.rank.place.has_stopped.release()
+        if len(stopped) < len(turns) or len({call.form for call in stopped}) > 1:
+            msg = "ranks would take part in different collectives"
+            raise ConfigError(msg)
+        for each, answer in zip(turns, _answers(stopped), strict=True):
+            each.answer = answer
 
 
 class _Here:
@@ -312,8 +293,3 @@ def _answers(stopped: Sequence[_Call]) -> list[Tensor]:
     for each in stopped[1:]:
         total = total + each.given
     return [total] * len(stopped)
-
-
-def _refuse_different_collectives() -> NoReturn:
-    msg = "ranks would take part in different collectives"
-    raise ConfigError(msg)

@@ -170,7 +170,10 @@ class _Probe:
         unreached: set[str] = set()  # layers of which the plan splits nothing, and which the batch does not reach
         for alike in kinds.values():
             try:
-                called |= self._check_at_lengths(alike[0], list(kinds.values()), recordings)
+                called |= self._check_in_place(alike[0], list(kinds.values()), recording)
+                for other in recordings[1:] if self._with_split_sequences(alike[0]) else ():
+                    with contextlib.suppress(_UncheckableError):  # not all models take every length
+                        self._check_in_place(alike[0], list(kinds.values()), other, is_first=False)
             except _UncheckableError as error:
                 unchecked.update({unit.name or "(the model)": str(error) for unit in alike})
                 if not alike[0].targets and recording.failure is None and alike[0].name not in recording.calls:
@@ -178,8 +181,7 @@ class _Probe:
             else:
                 for unit in alike[1:]:
                     called |= {each for each in unit.targets if alike[0].name + each[len(unit.name) :] in called}
-        if not self._has_split_sequences:
-            return CheckedPolicy(unchecked | self._without_calls(called, unchecked))
+        unreached = unreached if self._has_split_sequences else set()
         unchecked = {name: reason for name, reason in unchecked.items() if name not in unreached}
         left_whole = frozenset(name.rpartition(".")[0] for name in unreached)
         return CheckedPolicy(unchecked | self._without_calls(called, unchecked), left_whole)
@@ -236,31 +238,11 @@ class _Probe:
                 args, kwargs = call
                 recording = record_calls(model, copied(kwargs or args), watched, alike, split)
                 if recording.failure is None:
-                    from booster_hybrid.sequence_parallel.layers import check_no_layer_is_skipped
-
-                    layers = {name: names.modules[name] for name in names.modules if self._is_in_list(name)}
-                    run = functools.partial(_run_in_training, model, kwargs or args, watched, alike)
-                    check_no_layer_is_skipped(model, "split_gather", layers, run)
                     other = call_of_other_length(model, each, size, call)
                     if other is None:
                         return [recording]
                     return [recording, record_calls(model, copied(other[1] or other[0]), watched, alike, split)]
             return [record_calls(model, copied(batch), watched, alike, split)]
-
-    def _is_in_list(self, name: str) -> bool:
-        """Return whether a module is one of the layers between which sequences are split."""
-        path = name.rpartition(".")[0]
-        return path in self._plan.policy.layers and isinstance(self._plan.names.modules[path], nn.ModuleList)
-
-    def _check_at_lengths(
-        self, unit: ProbeTarget, kinds: Sequence[Sequence[ProbeTarget]], recordings: Sequence[Recording]
-    ) -> set[str]:
-        """Raise if a unit computes something else when it is split, or when its sequences are, at any length."""
-        called = self._check_in_place(unit, kinds, recordings[0])
-        for other in recordings[1:] if self._with_split_sequences(unit) else ():
-            with contextlib.suppress(_UncheckableError):  # not all models take every length
-                self._check_in_place(unit, kinds, other, is_first=False)
-        return called
 
     def _check_in_place(
         self, unit: ProbeTarget, kinds: Sequence[Sequence[ProbeTarget]], recording: Recording, *, is_first: bool = True
@@ -494,12 +476,3 @@ def _remedy(plan: TensorPlan, unit: ProbeTarget, splits: Mapping[str, Any]) -> s
         "parent need `scaled=`, and a parent that views or divides by the width of its input, as in "
         "`view(B, T, C)`, needs `local_width=True`; see docs/sharding-policies.md."
     )
-
-
-def _run_in_training(
-    model: nn.Module, batch: Any, watched: Mapping[str, nn.Module], alike: Mapping[nn.Module, str]
-) -> None:
-    """Run a model in training mode, with its layers as in `record_calls`."""
-    failure = record_calls(model, copied(batch), watched, alike, {}, is_training=True).failure
-    if failure is not None:
-        raise RuntimeError(failure)

@@ -26,8 +26,6 @@ _TOLERANCES = {torch.float64: 2e-5, torch.float32: 2e-5}
 _NARROW_TOLERANCE = 0.05
 _SMALL = 0.1
 """Tensors with smaller gradients than this part of the largest are measured against it: they may be roundings."""
-_SEVERAL, _MOST_ROUNDING = 10, 2e-3
-"""How many times the roundings of one place add up over a module, and the most that is taken for roundings."""
 _SEED = 20192
 _DROPOUTS = ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
@@ -114,11 +112,6 @@ class Result:
                 return key, f"of up to {scale:.3g} differs by up to {difference:.3g}"
         return None
 
-    def differs_at_all(self, whole: Result, tolerance: float) -> bool:
-        """Return whether anything differs from another result, for whole gradients; see `differs_from`."""
-        difference = self.differs_from(whole, tolerance, lambda _, wanted: wanted)
-        return difference is not None or self.other_that_differs(whole, tolerance) is not None
-
 
 Difference = tuple[int | None, str] | None
 """The key of a gradient, or ``None`` for the output, and how it differs."""
@@ -148,35 +141,6 @@ class Runner:
         bound = self._setting.tolerance * _largest(result.output)
         is_same = again.shape == result.output.shape and _difference(again, result.output) <= bound
         return result if is_same and bool(torch.isfinite(result.output).all()) else None
-
-    def rounding(self, whole: Result, values: Mapping[int, Tensor]) -> float:
-        """Return by how much roundings in other places may change what the module gives, at most `_MOST_ROUNDING`.
-
-        Recurrences, in fp32 whatever the format, amplify roundings: by how much is seen where each parameter is moved
-        by one of its own.
-
-        Args:
-            whole: What it gives with ``values``.
-            values: Those of its parameters, by ``id``.
-        """
-        generator = torch.Generator().manual_seed(_SEED)
-        step = torch.finfo(torch.float32).eps / 2
-        moved = {
-            key: each * (1 + step * torch.randn(each.shape, generator=generator).to(each))
-            if each.is_floating_point()
-            else each
-            for key, each in values.items()
-        }
-        result = self.run(moved)
-        pairs: list[tuple[Tensor | None, Tensor | None]] = [(result.output, whole.output)]
-        pairs += zip(result.others, whole.others, strict=True)
-        pairs += [(result.gradients[key], each) for key, each in whole.gradients.items()]
-        found = [
-            _difference(other, own) / _largest(own)
-            for other, own in pairs
-            if other is not None and own is not None and _largest(own)
-        ]
-        return min(_SEVERAL * max(found), _MOST_ROUNDING)
 
     def output(self, values: Mapping[int, Tensor]) -> Tensor:
         """Return what the module gives, without gradients.

@@ -13,17 +13,16 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
-from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.layer_plan import ModulePatches
-from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention, set_attention_context
-from booster_hybrid.sequence_parallel.layers import ListRun, lists_of_layers, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, AttentionContext, attention
+from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_options
 from booster_hybrid.sequence_parallel.loss import LogitsOfPositions, head_of
 from booster_hybrid.sequence_parallel.mask import make_mask
 from booster_hybrid.sequence_parallel.mixers import gather_for_mixers
 from booster_hybrid.sequence_parallel.own_attention import enter_through_sdpa, replace_attention
 from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
-from booster_hybrid.sequence_parallel.stack import AttendingHooks, Mixers, Stack
+from booster_hybrid.sequence_parallel.stack import Mixers, Stack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,11 +39,10 @@ def split_sequences(
     mode: str,
     group: RankGroup,
     *,
-    rings: Sequence[RankGroup] | None = None,
     parallel_output: bool = False,
     dims: Sequence[dict[Argument, int | None]] = (),
     mixers: Mixers | None = None,
-) -> None:
+) -> list[tuple[Stack, list[nn.Module]]]:
     """Let a model's layers work on this rank's positions, in place.
 
     Args:
@@ -52,42 +50,9 @@ def split_sequences(
         lists: Names of the lists of its layers; those that it lacks are passed over.
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
-        rings: The rings that they form for ``"ring_attn"``; see `ring_attention`.
         parallel_output: Leave the logits of causal language models that are given labels split by positions.
         dims: Along which dimension what the layers of each list are given is cut, as far as the probe has seen it.
         mixers: What is in the layers besides attention, as far as that is known.
-
-    Raises:
-        ConfigError: If the model can't be split so.
-    """
-    model = compiled_module(model) or model
-    stacks = split_layers(model, lists, mode, group, rings=rings, mixers=mixers)
-    for (stack, _), known in zip(stacks, dims, strict=False):
-        stack.dims = known
-    if parallel_output and has_causal_loss(model):
-        LogitsOfPositions(model, stacks[-1][0].layout, group)
-    model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-    model.register_forward_pre_hook(refuse_router_losses, with_kwargs=True)
-
-
-def split_layers(
-    model: nn.Module,
-    lists: Sequence[str],
-    mode: str,
-    group: RankGroup,
-    *,
-    rings: Sequence[RankGroup] | None = None,
-    mixers: Mixers | None = None,
-) -> list[tuple[Stack, list[nn.Module]]]:
-    """Let the layers alone work on this rank's positions, in place.
-
-    Args:
-        model: As for `split_sequences`, as the next ones.
-        lists: Names of the lists of its layers.
-        mode: ``"all_to_all"`` or ``"ring_attn"``.
-        group: The sequence parallel ranks.
-        rings: The rings that they form.
-        mixers: What is in the layers besides attention; ``None`` where that is not known.
 
     Returns:
         The layers of each list, with what they share.
@@ -95,8 +60,10 @@ def split_layers(
     Raises:
         ConfigError: If the model can't be split so.
     """
+    model = compiled_module(model) or model
     name = type(model).__name__
-    stacks = [(Stack(mode, group, name, rings), layers) for layers in lists_of_layers(model, lists, mode)]
+    refuse_options(model)
+    stacks = [(Stack(mode, group, name), layers) for layers in lists_of_layers(model, lists, mode)]
     for stack, layers in stacks:
         if not (replace_attention(layers) or _uses_registry(model, layers)):
             stack.is_plain = True
@@ -105,15 +72,13 @@ def split_layers(
     for stack, layers in stacks:
         stack.mixers = mixers or stack.mixers
         gather_for_mixers(layers, stack)
-        run = ListRun(model, layers, mode, ModulePatches())
-        for index, layer in enumerate(layers):
+        for layer in layers:
             split_relative_biases(layer, stack)
-            is_last = index == len(layers) - 1
-            hooks = AttendingHooks(stack, run, layer, is_first=index == 0, is_last=is_last)
-            layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
-            layer.register_forward_hook(hooks.after, always_call=True)
-            if is_last:
-                run.watch_between(hooks)
+        stack.install(model, layers, ModulePatches())
+    for (stack, _), known in zip(stacks, dims, strict=False):
+        stack.dims = known
+    if parallel_output and has_causal_loss(model):
+        LogitsOfPositions(model, stacks[-1][0].layout, group)
     return stacks
 
 
@@ -142,7 +107,7 @@ def _install_attention(model: nn.Module, stacks: Sequence[tuple[Stack, Sequence[
     """Let a model use our attention, and no other model that shares its configuration."""
     stack_of = {module: stack for stack, layers in stacks for layer in layers for module in layer.modules()}
     for module in model.modules():
-        set_attention_context(module, stack_of.get(module))
+        AttentionContext(module, stack_of.get(module))
     if all(stack.is_plain for stack, _ in stacks):
         return
     from transformers import PreTrainedConfig
@@ -158,20 +123,3 @@ def _install_attention(model: nn.Module, stacks: Sequence[tuple[Stack, Sequence[
                 own = copy.deepcopy(value, memo)
                 own._attn_implementation = ATTENTION_NAME  # noqa: SLF001 - the name by which transformers looks it up
                 vars(module)[name] = own
-
-
-def refuse_router_losses(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse, before a forward, a loss that balances experts over what a rank has of a batch.
-
-    Raises:
-        ConfigError: If it is asked for.
-    """
-    del args
-    name = "output_router_logits"
-    asked = kwargs.get(name)
-    if asked or (asked is None and getattr(getattr(module, "config", None), name, False)):
-        msg = (
-            f"`{name}=True` balances experts over the positions of a whole batch, of which each rank has a part. "
-            "Leave it out, or use 'split_gather' with `tp_size`."
-        )
-        raise ConfigError(msg)

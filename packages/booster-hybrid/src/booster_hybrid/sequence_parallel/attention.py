@@ -6,14 +6,14 @@ one process does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from booster_core.errors import ConfigError
 from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility, checked, whole_mask
 from booster_hybrid.sequence_parallel.relative_bias import own_bias
-from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_hybrid.sequence_parallel.stack import OTHER_STATES, argument_names
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
 from booster_hybrid.torch_functions import outside_of_graphs
@@ -30,56 +30,33 @@ _CONTEXT = "_booster_sequence"
 _REFUSED = ("output_attentions", "cache")
 
 
-class _Options(TypedDict):
-    key_layout: SequenceLayout
-    bias: Tensor | None
-    sinks: Tensor | None
-    softcap: float | None
-    scaling: float | None
-    dropout: float
-
-
 class AttentionContext:
     """Where in a split model a module is that may attend, and what its running call is about.
 
     Layers may be computed again in backward without what is done before them, when other sequences have been underway.
 
     Args:
+        module: The module.
         stack: The layers that it is in; ``None`` outside of such.
-        names: What its forward calls its arguments.
 
     Attributes:
         stack: As above.
         is_across: Whether the call was given the states of another sequence.
     """
 
-    def __init__(self, stack: Stack | None, names: list[str]) -> None:
-        self.stack = stack
-        self._names = names
-        self.is_across = False
+    def __init__(self, module: nn.Module, stack: Stack | None) -> None:
+        self.stack, self.is_across = stack, False
+        vars(module)[_CONTEXT] = self
+        if stack is not None and not {*OTHER_STATES, "attention_mask", "mask"}.isdisjoint(argument_names(module)):
+            module.register_forward_pre_hook(self._note, with_kwargs=True)
 
     @outside_of_graphs
-    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note before a call whether it is given the states of another sequence, and how long its own is."""
-        del module
         assert self.stack is not None, "modules outside of the layers are not watched"
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given = {**dict(zip(argument_names(module), args, strict=False)), **kwargs}
         self.is_across = any(given.get(name) is not None for name in OTHER_STATES)
         self.stack.note_masks(given.values())
-
-
-def set_attention_context(module: nn.Module, stack: Stack | None) -> None:
-    """Tell a module which layers it is in; see `AttentionContext`.
-
-    Args:
-        module: Any module of a model that is split.
-        stack: The layers that it is in; ``None`` outside of such.
-    """
-    names = argument_names(module)
-    context = AttentionContext(stack, names)
-    vars(module)[_CONTEXT] = context
-    if stack is not None and not {*OTHER_STATES, "attention_mask", "mask"}.isdisjoint(names):
-        module.register_forward_pre_hook(context.note, with_kwargs=True)
 
 
 @outside_of_graphs
@@ -112,17 +89,12 @@ def attention(
         )
         raise ConfigError(msg)
     if context.stack is None:
-        return _alone(
-            module,
-            query,
-            key,
-            value,
-            whole_mask(attention_mask, query.shape[2], key.shape[2]),
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **more,
-        )
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        mask = whole_mask(attention_mask, query.shape[2], key.shape[2])
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **more}
+        alone: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **options)
+        return alone
     stack = context.stack
     asked = [name for name in _REFUSED if more.get(name) is not None and more[name] is not False]
     if asked:
@@ -140,7 +112,11 @@ def attention(
     if bias is None and more.get("position_bias") is not None and not context.is_across:
         # Between two sequences, models that have biases make zeros of them.
         _refuse("makes its attention's `position_bias` itself, for the positions of one rank,", stack)
-    options = _Options(
+    visibility = Visibility(checked(attention_mask, layout.length, key_layout.length), is_causal=causal)
+    call = AttentionCall(
+        visibility,
+        layout,
+        stack.group,
         key_layout=key_layout,
         bias=bias,
         sinks=more.get("s_aux"),
@@ -148,11 +124,8 @@ def attention(
         scaling=scaling,
         dropout=dropout if stack.drops else 0.0,
     )
-    visibility = Visibility(checked(attention_mask, layout.length, key_layout.length), is_causal=causal)
-    if stack.mode == "ring_attn":
-        outputs = ring_attention(query, key, value, visibility, layout, stack.group, rings=stack.rings, **options)
-    else:
-        outputs = all_to_all_attention(query, key, value, visibility, layout, stack.group, **options)
+    attend = ring_attention if stack.mode == "ring_attn" else all_to_all_attention
+    outputs = attend(query, key, value, call)
     return outputs.transpose(1, 2).contiguous(), None
 
 
@@ -177,14 +150,6 @@ def _layouts(query: Tensor, key: Tensor, mask: Any, context: AttentionContext) -
         )
         raise ConfigError(msg)
     return layout, key_layout
-
-
-def _alone(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Attend where whole sequences are on every rank."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    result: tuple[Tensor, None] = sdpa_attention_forward(module, *args, **kwargs)
-    return result
 
 
 def _refuse(what: str, stack: Stack) -> NoReturn:

@@ -22,44 +22,23 @@ if TYPE_CHECKING:
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
 
-    _Operation = Callable[[Tensor, SequenceLayout, RankGroup], Tensor]
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, sent: Sequence[int], received: Sequence[int], group: RankGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchanged(source, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradient.contiguous(), ctx.received, ctx.sent, ctx.group), None, None, None
+    _Operation = Callable[[Tensor, Any, RankGroup], Tensor]
+    """Given a tensor, how it is split, and the ranks."""
 
 
 class _Paired(torch.autograd.Function):
-    """One of the operations on a sequence below in forward, and the one that undoes or transposes it in backward."""
+    """One of the operations below in forward, and the one that undoes or transposes it in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, layout: SequenceLayout, group: RankGroup, operation: _Operation, back: _Operation
+        ctx: Any, tensor: Tensor, how: Any, group: RankGroup, operation: _Operation, back: _Operation
     ) -> Tensor:
-        ctx.layout, ctx.group, ctx.back = layout, group, back
-        return operation(tensor, layout, group)
+        ctx.how, ctx.group, ctx.back = how, group, back
+        return operation(tensor, how, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.back(gradient, ctx.layout, ctx.group), None, None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return _summed(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
+        return ctx.back(gradient, ctx.how, ctx.group), None, None, None, None
 
 
 def exchange(parts: Sequence[Tensor], received: Sequence[int], group: RankGroup) -> list[Tensor]:
@@ -74,8 +53,8 @@ def exchange(parts: Sequence[Tensor], received: Sequence[int], group: RankGroup)
     """
     sent_bounds = [0, *accumulate(part.numel() for part in parts)]
     received_bounds = [0, *accumulate(received)]
-    flat: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-        torch.cat(list(parts)), sent_bounds, received_bounds, group
+    flat: Tensor = _Paired.apply(  # type: ignore[no-untyped-call]
+        torch.cat(list(parts)), (sent_bounds, received_bounds), group, _sent, _sent_back
     )
     return list(torch.split(flat, list(received)))
 
@@ -140,7 +119,7 @@ def sum_over_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
 
     Collective: the group, also in backward.
     """
-    result: Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Paired.apply(tensor, None, group, _summed, _summed)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -204,13 +183,18 @@ def _parts(shape: Sequence[int], layout: SequenceLayout) -> tuple[list[int], lis
     return [0, *accumulate(each.numel() for each in shapes)], shapes
 
 
-def _exchanged(source: Tensor, sent: Sequence[int], received: Sequence[int], group: RankGroup) -> Tensor:
+def _sent(source: Tensor, bounds: tuple[Sequence[int], Sequence[int]], group: RankGroup) -> Tensor:
+    sent, received = bounds
     out = source.new_empty(received[-1])
-    group.all_to_all(source, sent, out, received).wait()
+    group.all_to_all(source.contiguous(), sent, out, received).wait()
     return out
 
 
-def _summed(tensor: Tensor, group: RankGroup) -> Tensor:
+def _sent_back(gradient: Tensor, bounds: tuple[Sequence[int], Sequence[int]], group: RankGroup) -> Tensor:
+    return _sent(gradient, bounds[::-1], group)
+
+
+def _summed(tensor: Tensor, _: None, group: RankGroup) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     group.all_reduce(total).wait()
     return total

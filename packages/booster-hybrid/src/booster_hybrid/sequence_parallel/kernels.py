@@ -33,114 +33,78 @@ _EFFICIENT_ROWS = 32
 """Queries to a multiple of which the memory-efficient kernel pads logarithms."""
 
 
-class FlashOnCpu:
-    """Flash attention on the CPU, with a bias or without; key/value heads may be shared.
+def operation_for(query: Tensor, bias: Tensor | None) -> str:
+    """Return which of torch's operations attends, with what is added to the scores or without.
 
-    Here and in the next classes, queries, keys and values are of one size; ``bias`` is added to the scores;
-    ``logarithms`` have shape ``(batch, heads, queries)``.
+    ``"cpu"`` is flash attention there, with a bias or without, whose key/value heads may be shared; ``"flash"`` is that
+    of CUDA, in half precision and without a bias, and ``"efficient"`` its memory-efficient attention.
     """
+    if query.device.type == "cpu":
+        return "cpu"
+    return "flash" if bias is None and query.dtype != torch.float32 else "efficient"
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scaling: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return outputs and logarithms."""
-        outputs, logarithms = _aten._scaled_dot_product_flash_attention_for_cpu(
+
+def attend(
+    operation: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and logarithms, the latter of shape ``(batch, heads, queries)``.
+
+    Args:
+        operation: As `operation_for` says it.
+        query: Of one size with the next two.
+        key: The keys.
+        value: The values.
+        bias: Added to the scores; none under ``"flash"``.
+        is_causal: Whether queries see the keys up to their own place.
+        scaling: Multiplies the products.
+    """
+    if operation == "cpu":
+        found = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=bias, scale=scaling
         )
-        return outputs, logarithms
+        return found[0], found[1]
+    key, value = _for_each_head(query, key, value)
+    if operation == "flash":
+        found = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scaling)
+        return found[0], found[1]
+    outputs, logarithms, *_ = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, compute_log_sumexp=True, dropout_p=0.0, is_causal=is_causal, scale=scaling
+    )
+    return outputs, logarithms[..., : query.shape[2]]
 
-    def backward(
-        self,
-        gradient: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        bias: Tensor | None,
-        *,
-        is_causal: bool,
-        scaling: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values."""
+
+def differentiate(
+    operation: str,
+    gradient: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    bias: Tensor | None,
+    *,
+    is_causal: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, given these, the outputs and the logarithms; see `attend`."""
+    query, key, value, outputs, logarithms = saved
+    if operation == "cpu":
         of_query, of_key, of_value = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, *saved, 0.0, is_causal, attn_mask=bias, scale=scaling
         )
         return of_query, of_key, of_value
-
-
-class FlashOnCuda:
-    """Flash attention in half precision, without a bias."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scaling: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return outputs and logarithms."""
-        assert bias is None, "flash attention adds none"
-        key, value = _for_each_head(query, key, value)
-        found = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scaling)
-        return found[0], found[1]
-
-    def backward(
-        self,
-        gradient: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        bias: Tensor | None,
-        *,
-        is_causal: bool,
-        scaling: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values."""
-        del bias
-        query, key, value, outputs, logarithms = saved
-        keys, values = _for_each_head(query, key, value)
-        lengths = query.shape[2], key.shape[2]
+    keys, values = _for_each_head(query, key, value)
+    if operation == "flash":
         # Where nothing is dropped, the states of the generator aren't read.
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
         of_query, of_key, of_value = _aten._scaled_dot_product_flash_attention_backward(
-            gradient, query, keys, values, outputs, logarithms.contiguous(), None, None, *lengths, 0.0, is_causal,
-            *unused, scale=scaling,
+            gradient, query, keys, values, outputs, logarithms.contiguous(), None, None, query.shape[2], key.shape[2],
+            0.0, is_causal, *unused, scale=scaling,
         )  # fmt: skip
-        return of_query, _over_shared(of_key, key), _over_shared(of_value, value)
-
-
-class EfficientOnCuda:
-    """Memory-efficient attention, with a bias or without."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scaling: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return outputs and logarithms."""
-        key, value = _for_each_head(query, key, value)
-        outputs, logarithms, *_ = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, compute_log_sumexp=True, dropout_p=0.0, is_causal=is_causal, scale=scaling
-        )
-        return outputs, logarithms[..., : query.shape[2]]
-
-    def backward(
-        self,
-        gradient: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        bias: Tensor | None,
-        *,
-        is_causal: bool,
-        scaling: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values."""
-        query, key, value, outputs, logarithms = saved
-        keys, values = _for_each_head(query, key, value)
+    else:
         padded = nn.functional.pad(logarithms, (0, -query.shape[2] % _EFFICIENT_ROWS), value=math.inf).contiguous()
-        unused = torch.zeros((), dtype=torch.int64, device=query.device)
+        unread = torch.zeros((), dtype=torch.int64, device=query.device)
         of_query, of_key, of_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            gradient, query, keys, values, bias, outputs, padded, unused, unused, 0.0,
+            gradient, query, keys, values, bias, outputs, padded, unread, unread, 0.0,
             [True, True, True, False], is_causal, scale=scaling,
         )  # fmt: skip
-        return of_query, _over_shared(of_key, key), _over_shared(of_value, value)
-
-
-def primitive_for(query: Tensor, bias: Tensor | None) -> FlashOnCpu | FlashOnCuda | EfficientOnCuda:
-    """Return the operation for a device and a format, with what is added to the scores or without."""
-    if query.device.type == "cpu":
-        return FlashOnCpu()
-    if bias is None and query.dtype != torch.float32:
-        return FlashOnCuda()
-    return EfficientOnCuda()
+    return of_query, _over_shared(of_key, key), _over_shared(of_value, value)
 
 
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -370,8 +334,8 @@ class FusedKernel:
         query, key, value = _of_one_size(query, key, value)
         bias = None if mask is None else _added(mask, query)
         is_causal = block.kind == "causal" and mask is None  # a mask knows
-        outputs, logarithms = primitive_for(query, bias).forward(
-            query, key, value, bias, is_causal=is_causal, scaling=self.scaling
+        outputs, logarithms = attend(
+            operation_for(query, bias), query, key, value, bias, is_causal=is_causal, scaling=self.scaling
         )
         if bias is not None:
             # Kernels differ in what they return for a query that sees nothing.
@@ -407,12 +371,9 @@ class FusedKernel:
         query, key, value, outputs, gradient = _of_one_size(query, key, value, outputs, gradient)
         bias = None if mask is None else _added(mask, query)
         is_causal = block.kind == "causal" and mask is None  # a mask knows
-        found = primitive_for(query, bias).backward(
-            gradient,
-            (query, key, value, outputs, logarithms),
-            bias,
-            is_causal=is_causal,
-            scaling=self.scaling,
+        saved = query, key, value, outputs, logarithms
+        found = differentiate(
+            operation_for(query, bias), gradient, saved, bias, is_causal=is_causal, scaling=self.scaling
         )
         of_query, of_key, of_value = (each[..., :size] for each, size in zip(found, sizes, strict=True))
         return of_query, of_key, of_value, None

@@ -64,19 +64,36 @@ class ByPositions(LogitsPartition):
         return f"logits of {self._layout.lengths[self.group.rank]} of {self._layout.length} positions"
 
 
-class SequenceLoss:
-    """The loss of transformers' causal language models over this rank's positions, with its arguments.
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Return what makes logits of hidden states in a model of transformers; ``None`` where there is no such module."""
+    getter: Any = getattr(model, "get_output_embeddings", None)
+    head: nn.Module | None = None if getter is None else getter()
+    return head
+
+
+class LogitsOfPositions:
+    """Lets the head and the loss of a causal language model work on this rank's positions, in calls with labels.
 
     Args:
+        model: The user's model.
         layout_for: Returns how a sequence of a length is split.
         group: The sequence parallel ranks.
     """
 
-    def __init__(self, layout_for: Callable[[int], SequenceLayout], group: RankGroup) -> None:
+    def __init__(self, model: nn.Module, layout_for: Callable[[int], SequenceLayout], group: RankGroup) -> None:
         self._layout_for, self._group = layout_for, group
+        self._names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+        self._length: int | None = None
+        self._layout: SequenceLayout | None = None
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+        head: Any = head_of(model)
+        head.register_forward_pre_hook(self._take)
+        head.register_forward_hook(self._mark)
+        model.loss_function = self._loss  # type: ignore[assignment]
 
     @outside_of_graphs
-    def __call__(
+    def _loss(
         self,
         logits: Tensor,
         labels: Tensor | None = None,
@@ -125,35 +142,6 @@ class SequenceLoss:
         )
         count = count.to(total.device) if isinstance(count, torch.Tensor) else count
         return sum_over_ranks(total, self._group) / count
-
-
-def head_of(model: nn.Module) -> nn.Module | None:
-    """Return what makes logits of hidden states in a model of transformers; ``None`` where there is no such module."""
-    getter: Any = getattr(model, "get_output_embeddings", None)
-    head: nn.Module | None = None if getter is None else getter()
-    return head
-
-
-class LogitsOfPositions:
-    """Lets the head and the loss of a causal language model work on this rank's positions, in calls with labels.
-
-    Args:
-        model: The user's model.
-        layout_for: Returns how a sequence of a length is split.
-        group: The sequence parallel ranks.
-    """
-
-    def __init__(self, model: nn.Module, layout_for: Callable[[int], SequenceLayout], group: RankGroup) -> None:
-        self._layout_for, self._group = layout_for, group
-        self._names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
-        self._length: int | None = None
-        self._layout: SequenceLayout | None = None
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end, always_call=True)
-        head: Any = head_of(model)
-        head.register_forward_pre_hook(self._take)
-        head.register_forward_hook(self._mark)
-        model.loss_function = SequenceLoss(layout_for, group)  # type: ignore[assignment]
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module

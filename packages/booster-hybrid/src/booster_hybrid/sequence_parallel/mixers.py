@@ -20,7 +20,7 @@ from booster_hybrid.pipeline.absent import is_absent
 from booster_hybrid.sequence_parallel.exchange import gather_sequence, scatter_sum
 from booster_hybrid.sequence_parallel.layers import HIDDEN_STATES, mapped
 from booster_hybrid.sequence_parallel.mixer_heads import ForwardOfHeads
-from booster_hybrid.sequence_parallel.stack import Argument, argument_names, kind_of_layer
+from booster_hybrid.sequence_parallel.stack import argument_names, kind_of_layer
 from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -180,18 +180,16 @@ class _WholeSequences:
         stack.num_attentions += 1
         stack.stream.pause()  # ranks draw alike
 
-        def whole(key: Any, path: Any, value: Any) -> Any:
+        def whole(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or is_absent(value):
                 return value
-            dim = 1 if key == name and not path else self._dim(module, key, path, value, hidden)
-            return value if dim is None else _gathered(value, dim, layout, stack)
+            if value in stack.wholes:
+                return stack.wholes[value]
+            is_of_positions = value.dim() > 1 and value.shape[:2] == hidden.shape[:2]  # made in the layer, as it is
+            return _gathered(value, layout, stack) if is_of_positions else value
 
-        def each(key: Any, value: Any) -> Any:
-            return pytree.tree_map_with_path(lambda path, leaf: whole(key, path, leaf), value)
-
-        args = tuple(each(index, value) for index, value in enumerate(args))
-        kwargs = {key: each(key, value) for key, value in kwargs.items()}
-        return args, kwargs
+        result: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(whole, (args, kwargs))
+        return result
 
     @outside_of_graphs
     def after(self, module: nn.Module, _: Any, output: Any) -> Any:
@@ -205,39 +203,8 @@ class _WholeSequences:
             return mapped(output, lambda partial: scatter_sum(partial, layout, group))
         return mapped(output, lambda hidden: layout.take(hidden, 1, group.rank).contiguous())
 
-    def _dim(self, module: nn.Module, key: Any, path: Any, value: Tensor, hidden: Tensor) -> int | None:
-        """Return which dimension of an argument runs over this rank's positions; ``None`` for none.
 
-        Raises:
-            ConfigError: If that can't be told, on every rank.
-        """
-        stack = self._stack
-        if value in stack.cut_along:
-            return int(stack.cut_along[value])
-        name = self._names[key] if isinstance(key, int) and key < len(self._names) else str(key)
-        argument, known = Argument(type(module).__name__, name, pytree.keystr(path), value.dim()), stack.dims
-        here = hidden.shape[1]
-        dims = [dim for dim, size in enumerate(value.shape) if size == here]
-        if argument not in known and stack.is_clear(module, hidden.shape[0], here):
-            known[argument] = dims[0] if len(dims) == 1 else None
-        if argument in known:
-            dim = known[argument]
-            return None if dim is None or value.shape[dim] == 1 else dim
-        others = (hidden.shape[0], *hidden.shape[2:])
-        if value.dim() and any(each in others for each in stack.layout(stack.length).lengths):
-            msg = (
-                f"`{name}{argument.path}` of '{argument.layer}' has {value.dim()} dimension(s) with hidden states of "
-                f"{hidden.shape[0]} samples and {stack.length} positions over {stack.group.size} ranks: it can't be "
-                "told which one runs over positions. Pass `HybridParallelPlugin(example_batch=...)` with a batch where "
-                "it is given, or use another number of samples or positions."
-            )
-            raise ConfigError(msg)
-        return dims[0] if len(dims) == 1 else None
-
-
-def _gathered(value: Tensor, dim: int, layout: SequenceLayout, stack: Stack) -> Tensor:
-    """Return a whole tensor of which each rank has a part along a dimension. Collective: the ranks."""
-    as_bytes = value.to(torch.uint8) if value.dtype == torch.bool else value
-    part = as_bytes.movedim(dim, 0).unsqueeze(0).contiguous()
-    whole = gather_sequence(part, layout, stack.group).squeeze(0).movedim(0, dim)
-    return whole.to(torch.bool) if value.dtype == torch.bool else whole
+def _gathered(value: Tensor, layout: SequenceLayout, stack: Stack) -> Tensor:
+    """Return whole sequences of which each rank has a part. Collective: the ranks."""
+    whole = gather_sequence(value.to(torch.uint8) if value.dtype == torch.bool else value, layout, stack.group)
+    return whole.to(value.dtype)

@@ -1,13 +1,14 @@
 """Attention of models that do not use transformers' registry: by torch's function, or by a method of their own.
 
 While a layer of a plain PyTorch model runs, ``torch.nn.functional.scaled_dot_product_attention`` attends from this
-rank's positions to those of all ranks. GPT-J, Bloom and Falcon attend by code of their own: that method is replaced on
+rank's positions to those of all ranks. GPT-J and Bloom attend by code of their own: that method is replaced on
 each instance, by one that computes the same through `attention`. So what activation checkpointing computes again
 attends likewise.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -48,18 +49,8 @@ def replace_attention(layers: Sequence[nn.Module]) -> bool:
         if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
             msg = "`slow_but_exact=True` sums slices of Bloom's projection, which split sequences do not. Leave it out."
             raise ConfigError(msg)
-        vars(module)[method] = _Bound(module, function)
+        vars(module)[method] = functools.partial(function, module)
     return bool(found)
-
-
-class _Bound:
-    """A function with a module as its first argument, without a reference that copies would share."""
-
-    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        self._module, self._function = module, function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._module, *args, **kwargs)
 
 
 def _of_gptj(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
@@ -105,43 +96,6 @@ def _of_bloom(
     return residual + nn.functional.dropout(projected, module.hidden_dropout, module.training), None
 
 
-def _of_falcon(
-    module: Any,
-    hidden_states: Tensor,
-    alibi: Tensor | None,
-    attention_mask: Any,
-    position_ids: Tensor | None = None,
-    layer_past: Any = None,
-    use_cache: bool = False,  # noqa: FBT001, FBT002 - likewise
-    output_attentions: bool = False,  # noqa: FBT001, FBT002
-    position_embeddings: Any = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Stand for ``FalconAttention.forward``."""
-    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
-
-    del position_ids, use_cache, output_attentions
-    parts = module._split_heads(module.query_key_value(hidden_states))  # noqa: SLF001 - the model's own
-    query, key, value = (part.transpose(1, 2) for part in parts)
-    bias, dropout = None, 0.0
-    if alibi is None:
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)  # type: ignore[no-untyped-call]
-    else:
-        bias, dropout = _by_head(alibi, query) * module.inv_norm_factor, _dropout(module, "attention_dropout")
-    outputs, _weights = attention(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=module.inv_norm_factor,
-        position_bias=bias,
-        cache=layer_past,
-    )
-    return module.dense(outputs.flatten(2)), None
-
-
 def _dropout(module: Any, name: str) -> float:
     return float(getattr(module, name).p) if module.training else 0.0
 
@@ -154,7 +108,6 @@ def _by_head(alibi: Tensor, query: Tensor) -> Tensor:
 _FAMILIES: dict[str, tuple[str, Callable[..., Any]]] = {
     "GPTJAttention": ("_attn", _of_gptj),
     "BloomAttention": ("forward", _of_bloom),
-    "FalconAttention": ("forward", _of_falcon),
 }
 
 
@@ -175,18 +128,13 @@ def enter_through_sdpa(stack: Stack, layers: Sequence[nn.Module]) -> None:
                 f"`sequence_parallelism_mode={stack.mode!r}`, enable it after `boost`."
             )
             raise ConfigError(msg)
-        vars(layer)["forward"] = _Forward(layer)
+        vars(layer)["forward"] = functools.partial(_forward, layer)
 
 
-class _Forward:
-    """The forward of a layer in which torch's attention function attends across ranks."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _AcrossRanks(self._layer):
-            return type(self._layer).forward(self._layer, *args, **kwargs)
+def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stand for the forward of a layer in which torch's attention function attends across ranks."""
+    with _AcrossRanks(layer):
+        return type(layer).forward(layer, *args, **kwargs)
 
 
 class _AcrossRanks(TorchFunctionMode):
@@ -216,7 +164,7 @@ def _attend(
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
     """Stand for ``torch.nn.functional.scaled_dot_product_attention``."""
-    if query.dim() != 4 or (key.shape[1] != query.shape[1] and not enable_gqa):
+    if query.dim() != 4 or (key.shape[1] not in (1, query.shape[1]) and not enable_gqa):
         msg = (
             f"Split sequences need attention over tensors of shape (batch, heads, positions, size), but "
             f"`scaled_dot_product_attention` was given {tuple(query.shape)} and {tuple(key.shape)}."

@@ -1,72 +1,45 @@
 """Relative position biases that a model computes itself, as T5 does, for the queries or heads that are here.
 
-The model's own function is called, of which both sides of a bias have to be asked otherwise: ring attention needs the
-rows of this rank's queries, and the exchange of heads the columns of the table that belong to this rank's heads.
+The model's own function is called for whole sequences: ring attention needs the rows of this rank's queries, and the
+exchange of heads, of all rows, those of this rank's heads.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
 from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from booster_hybrid.sequence_parallel.stack import Stack
 
 
-class RelativeBias:
-    """Stands for the ``compute_bias`` of an attention module.
+@outside_of_graphs
+def _biases(module: Any, stack: Stack, *_: Any, **__: Any) -> Tensor:
+    """Stand for the ``compute_bias`` of an attention module, whatever lengths the model sees.
 
     Args:
         module: The module, with ``relative_attention_bias``, a table of shape ``(distances, heads)``.
         stack: The layers that it is in.
+
+    Returns:
+        Shape ``(1, heads, local positions, positions)``, or that of whole sequences where heads are exchanged.
     """
-
-    def __init__(self, module: nn.Module, stack: Stack) -> None:
-        self._module, self._stack = module, stack
-
-    @outside_of_graphs
-    def __call__(self, *_: Any, **__: Any) -> Tensor:
-        """Return the biases that this rank needs, whatever lengths the model sees.
-
-        Returns:
-            Shape ``(1, heads, local positions, positions)``, or ``(1, local heads, positions, positions)``.
-        """
-        module: Any = self._module
-        stack, length = self._stack, self._stack.length
-        device = module.relative_attention_bias.weight.device
-        compute = type(module).compute_bias
-        if stack.mode == "all_to_all":
-            return compute(_WithOwnHeads(module, stack), length, length, device=device)  # type: ignore[no-any-return]
-        rows = [
-            compute(module, stop - start, length, device=device, past_seen_tokens=start)
-            for start, stop in stack.layout(length).ranges[stack.group.rank]
-        ]
-        return torch.cat(rows, 2)
-
-
-class _WithOwnHeads:
-    """The module, with a table that has columns for this rank's heads only."""
-
-    def __init__(self, module: nn.Module, stack: Stack) -> None:
-        self._module, self._stack = module, stack
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def relative_attention_bias(self, distances: Tensor) -> Tensor:
-        """Look up the biases of some distances, shape ``(..., local heads)``."""
-        table: Any = self._module.relative_attention_bias
-        table(distances[:0])  # whatever is done before the table is used, such as waiting for it
-        heads = table.weight.shape[1]
-        (first, last), _ = head_ranges(heads, heads, self._stack.group.size)[self._stack.group.rank]
-        return nn.functional.embedding(distances, table.weight[:, first:last])
+    length, device = stack.length, module.relative_attention_bias.weight.device
+    compute: Any = type(module).compute_bias
+    if stack.mode == "all_to_all":
+        return compute(module, length, length, device=device)  # type: ignore[no-any-return]
+    rows = [
+        compute(module, stop - start, length, device=device, past_seen_tokens=start)
+        for start, stop in stack.layout(length).ranges[stack.group.rank]
+    ]
+    return torch.cat(rows, 2)
 
 
 def split_relative_biases(layer: nn.Module, stack: Stack) -> None:
@@ -79,14 +52,14 @@ def split_relative_biases(layer: nn.Module, stack: Stack) -> None:
     for module in layer.modules():
         own: Any = module
         if getattr(module, "has_relative_attention_bias", False) and hasattr(type(module), "compute_bias"):
-            own.compute_bias = RelativeBias(module, stack)
+            own.compute_bias = functools.partial(_biases, module, stack)
 
 
 def own_bias(bias: Tensor | None, stack: Stack, heads: int, num_here: int, key_length: int) -> Tensor | None:
     """Return the part of a bias that this rank needs.
 
     Args:
-        bias: Made by `RelativeBias`, or by the model for whole sequences or for all queries alike; ``None`` for none.
+        bias: Made by the layers, or by the model for whole sequences or for all queries alike; ``None`` for none.
         stack: The layers that attend.
         heads: Query heads, before they are exchanged.
         num_here: This rank's queries.
@@ -107,6 +80,6 @@ def own_bias(bias: Tensor | None, stack: Stack, heads: int, num_here: int, key_l
     if rows != stack.length:
         return None
     (first, last), _ = head_ranges(heads, heads, stack.group.size)[stack.group.rank]
-    if columns in (1, last - first):
+    if columns == 1:
         return bias
     return bias[:, first:last] if columns == heads else None

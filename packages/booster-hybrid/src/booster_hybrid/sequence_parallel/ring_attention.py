@@ -10,7 +10,6 @@ is also what torch's context parallelism does.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from booster_hybrid.sequence_parallel.blocks import find_blocks
-from booster_hybrid.sequence_parallel.head_groups import head_chunks, placed
 from booster_hybrid.sequence_parallel.kernels import (
     ExplicitScores,
     FusedKernel,
@@ -31,62 +29,65 @@ from booster_hybrid.sequence_parallel.kernels import (
 from booster_hybrid.sequence_parallel.ring import GradientRing, visits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor
 
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.blocks import Block
-    from booster_hybrid.sequence_parallel.head_groups import HeadGroup
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
     from booster_hybrid.sequence_parallel.mask import Visibility
 
 _MOST_BLOCKS = 1 << 20
 """More blocks than a rank's queries and another rank's keys have. Seeds are made of it, and of a seed, the CPU's
-generator reads 32 bits: this leaves 12 of them for the ranks, and the groups of heads."""
+generator reads 32 bits: this leaves 12 of them for the ranks."""
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """What both passes need in addition to tensors.
+class AttentionCall:
+    """What attention is asked for, besides queries, keys and values.
 
     Args:
-        layout: How the queries' sequence is split.
-        key_layout: How the keys' sequence is split.
-        group: The ranks.
-        visibility: Who may attend to whom.
-        kernel: What computes a block.
-        rings: The rings on which keys travel, from the outermost to the innermost.
-        first_block: Number of the first block of some heads.
+        visibility: Who may attend to whom in the whole sequence.
+        layout: How the sequence of the queries is split.
+        group: The ranks; one alone may have the whole sequence.
+        key_layout: How the sequence of the keys is split, where that is another one.
+        bias: Added to the scores, shape ``(batch or 1, heads or 1, local positions, positions of all keys)``; where
+            heads are exchanged, of this rank's heads and of all positions.
+        sinks: One score for each head which takes weight and has no value, shape ``(heads,)``.
+        softcap: Scores are kept below this by a hyperbolic tangent, before the bias and the mask.
+        scaling: Multiplies the products; ``None`` for one over the root of the size.
+        dropout: Probability of dropping an attention weight.
     """
 
-    layout: SequenceLayout
-    key_layout: SequenceLayout
-    group: RankGroup
     visibility: Visibility
-    kernel: FusedKernel | ExplicitScores
-    rings: Sequence[RankGroup]
-    first_block: int = 0
+    layout: SequenceLayout
+    group: RankGroup
+    key_layout: SequenceLayout | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    softcap: float | None = None
+    scaling: float | None = None
+    dropout: float = 0.0
 
-    def parts(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[_Settings, HeadGroup]]:
-        """Yield the heads whose keys go round one after the other, and the settings for these."""
-        groups = [(slice(None), slice(None))]
-        if self.group.size > 1:
-            groups = head_chunks(query, key, value, max(self.key_layout.lengths))
-        if len(groups) == 1:
-            yield self, groups[0]
-            return
-        for number, (heads, key_heads) in enumerate(groups):
-            visibility = self.visibility.of_heads(heads.start, heads.stop)
-            first_block = number * self.group.size * _MOST_BLOCKS
-            yield dataclasses.replace(self, visibility=visibility, first_block=first_block), (heads, key_heads)
+    @property
+    def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
+        """How the sequences of queries and of keys are split."""
+        return self.layout, self.layout if self.key_layout is None else self.key_layout
+
+
+class _Settings:
+    """What both passes need in addition to tensors: the call, and the kernel that computes a block."""
+
+    def __init__(self, call: AttentionCall, kernel: FusedKernel | ExplicitScores) -> None:
+        self.visibility, self.group, self.kernel = call.visibility, call.group, kernel
+        self.layout, self.key_layout = call.layouts
 
     def blocks(self, sender: int, bias: Tensor | None) -> Iterator[Block]:
         """Yield the blocks of this rank's queries and a rank's keys, the same ones in both passes."""
         own, theirs = self.layout.ranges[self.group.rank], self.key_layout.ranges[sender]
         is_cut = self.kernel.is_cut or bias is not None
-        first_number = self.first_block + sender * _MOST_BLOCKS
-        return find_blocks(own, theirs, self.visibility, first_number=first_number, is_cut=is_cut)
+        return find_blocks(own, theirs, self.visibility, first_number=sender * _MOST_BLOCKS, is_cut=is_cut)
 
     def mask(self, block: Block, bias: Tensor | None, device: torch.device) -> Tensor | None:
         """Return what may be seen in a block, or what is added to its scores."""
@@ -105,58 +106,32 @@ class _Settings:
         return part.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else part + mask
 
 
-def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visibility: Visibility,
-    layout: SequenceLayout,
-    group: RankGroup,
-    *,
-    rings: Sequence[RankGroup] | None = None,
-    key_layout: SequenceLayout | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Return what this rank's queries find among the keys of all ranks.
 
     Args:
         query: Shape ``(batch, heads, local positions, size)``.
         key: Shape ``(batch, key/value heads, local positions, size)``; their heads divide those of the queries.
         value: Likewise; its size may be another.
-        visibility: Who may attend to whom in the whole sequence.
-        layout: How the sequence of the queries is split.
-        group: The ranks; one alone may have the whole sequence.
-        rings: The rings on which keys travel, from the outermost to the innermost, whose ranks are neighbours; by
-            default one of all ranks.
-        key_layout: How the sequence of the keys is split, where that is another one.
-        bias: Added to the scores, shape ``(batch or 1, heads or 1, local positions, positions of all keys)``.
-        sinks: One score for each head which takes weight and has no value, shape ``(heads,)``.
-        softcap: Scores are kept below this by a hyperbolic tangent, before the bias and the mask.
-        scaling: Multiplies the products; ``None`` for one over the root of the size.
-        dropout: Probability of dropping an attention weight.
+        call: What is asked for.
 
     Returns:
         Shape ``(batch, heads, local positions, value size)``; zeros for queries that see no key.
 
     Collective: the group, also in backward.
     """
-    scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    trains_bias = bias is not None and bias.requires_grad
+    scaling = 1.0 / math.sqrt(query.shape[-1]) if call.scaling is None else call.scaling
+    trains_bias = call.bias is not None and call.bias.requires_grad
     kernel: FusedKernel | ExplicitScores
-    if can_fuse(query, dropout=dropout, softcap=softcap, needs_bias_gradient=trains_bias):
+    if can_fuse(query, dropout=call.dropout, softcap=call.softcap, needs_bias_gradient=trains_bias):
         kernel = FusedKernel(scaling)
     else:
-        seed = int(torch.randint(2**62, ())) if dropout else 0
-        kernel = ExplicitScores(scaling, softcap, dropout, seed, trains_bias)
-    key_layout = layout if key_layout is None else key_layout
-    rings = (group,) if rings is None else rings
-    settings = _Settings(layout, key_layout, group, visibility, kernel, rings)
+        seed = int(torch.randint(2**62, ())) if call.dropout else 0
+        kernel = ExplicitScores(scaling, call.softcap, call.dropout, seed, trains_bias)
     with torch.autocast(query.device.type, enabled=False):  # kernels are given formats on purpose
-        outputs: Tensor = _Ring.apply(query, key, value, bias, sinks, settings)  # type: ignore[no-untyped-call]
+        outputs: Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
+            query, key, value, call.bias, call.sinks, _Settings(call, kernel)
+        )
     return outputs
 
 
@@ -171,17 +146,14 @@ class _Ring(torch.autograd.Function):
         sinks: Tensor | None,
         settings: _Settings,
     ) -> Tensor:
-        outputs = logarithms = None
-        num_heads = query.shape[1]
-        for part, (heads, key_heads) in settings.parts(query, key, value):
-            own_sinks = None if sinks is None else sinks[heads]
-            found = _attend(
-                part, query[:, heads], key[:, key_heads], value[:, key_heads], _of_heads(bias, heads), own_sinks
-            )
-            outputs = placed(outputs, found[0], heads, num_heads, query.dtype)
-            logarithms = placed(logarithms, found[1], heads, num_heads, found[1].dtype)
-            del found
-        assert outputs is not None, "there are heads"
+        merged = MergedOutputs(query, value.shape[-1])
+        for sender, keys, values in visits(key, value, settings.key_layout, settings.group):
+            for block in settings.blocks(sender, bias):
+                rows, columns = _places(block)
+                mask = settings.mask(block, bias, query.device)
+                merged.add(rows, *settings.kernel.forward(query[rows], keys[columns], values[columns], mask, block))
+            del keys, values
+        outputs, logarithms = merged.result(sinks)
         ctx.save_for_backward(query, key, value, bias, sinks, outputs, logarithms)
         ctx.settings = settings
         return outputs
@@ -191,79 +163,39 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias, sinks, outputs, logarithms = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        of_query = of_key = of_value = None
+        of_query = torch.zeros_like(query, dtype=sum_format(query))
         of_bias = torch.zeros_like(bias, dtype=sum_format(query)) if ctx.needs_input_grad[3] else None
-        for part, (heads, key_heads) in settings.parts(query, key, value):
-            inputs = query[:, heads], key[:, key_heads], value[:, key_heads], _of_heads(bias, heads)
-            found = _differentiate(
-                part, gradient[:, heads], outputs[:, heads], logarithms[:, heads], inputs, _of_heads(of_bias, heads)
-            )
-            of_query = placed(of_query, found[0], heads, query.shape[1], query.dtype)
-            of_key = placed(of_key, found[1], key_heads, key.shape[1], key.dtype)
-            of_value = placed(of_value, found[2], key_heads, key.shape[1], value.dtype)
-            del found
+        home = GradientRing(key, value, settings.key_layout, settings.group)
+        for sender, keys, values in visits(key, value, settings.key_layout, settings.group):
+            of_keys, of_values = home.sums(sender)
+            for block in settings.blocks(sender, bias):
+                rows, columns = _places(block)
+                mask = settings.mask(block, bias, query.device)
+                # fmt: off
+                of_parts = settings.kernel.backward(
+                    gradient[rows], query[rows], keys[columns], values[columns], outputs[rows], logarithms[rows],
+                    mask, block,
+                )
+                # fmt: on
+                of_query[rows] += of_parts[0]
+                of_keys[columns] += of_parts[1]
+                of_values[columns] += of_parts[2]
+                if of_bias is not None:
+                    of_added = of_parts[3]
+                    assert of_added is not None, "only explicit scores train a bias"
+                    samples = block.samples if of_bias.shape[0] > 1 else slice(None)
+                    where = (samples, slice(None), block.queries, slice(*block.key_range))
+                    of_bias[where] += of_added.sum_to_size(of_bias[where].shape)
+                    del of_added
+                del of_parts
+            del keys, values, of_keys, of_values
+            home.send(sender)
+        of_key, of_value = home.collected()
         of_sinks = None if sinks is None else sink_gradient(sinks, gradient, outputs, logarithms)
         of_bias = None if of_bias is None else of_bias.to(bias.dtype)
-        return of_query, of_key, of_value, of_bias, of_sinks, None
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_bias, of_sinks, None
 
 
-def _attend(
-    settings: _Settings, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return what some heads find, and the logarithms of their sums."""
-    merged = MergedOutputs(query, value.shape[-1])
-    for sender, keys, values in visits(key, value, settings.key_layout, settings.rings):
-        for block in settings.blocks(sender, bias):
-            rows, columns = (block.samples, slice(None), block.queries), (block.samples, slice(None), block.keys)
-            mask = settings.mask(block, bias, query.device)
-            merged.add(rows, *settings.kernel.forward(query[rows], keys[columns], values[columns], mask, block))
-        del keys, values
-    return merged.result(sinks)
-
-
-def _differentiate(
-    settings: _Settings,
-    gradient: Tensor,
-    outputs: Tensor,
-    logarithms: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    of_bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of some heads' queries, keys and values, and add to that of their bias."""
-    query, key, value, bias = inputs
-    of_query = torch.zeros_like(query, dtype=sum_format(query))
-    home = GradientRing(key, value, settings.key_layout, settings.rings)
-    for sender, keys, values in visits(key, value, settings.key_layout, settings.rings):
-        of_keys, of_values = home.sums(sender)
-        for block in settings.blocks(sender, bias):
-            mask = settings.mask(block, bias, query.device)
-            rows, columns = (block.samples, slice(None), block.queries), (block.samples, slice(None), block.keys)
-            of_parts = settings.kernel.backward(
-                gradient[rows],
-                query[rows],
-                keys[columns],
-                values[columns],
-                outputs[rows],
-                logarithms[rows],
-                mask,
-                block,
-            )
-            of_query[rows] += of_parts[0]
-            of_keys[columns] += of_parts[1]
-            of_values[columns] += of_parts[2]
-            if of_bias is not None:
-                of_added = of_parts[3]
-                assert of_added is not None, "only explicit scores train a bias"
-                samples = block.samples if of_bias.shape[0] > 1 else slice(None)
-                where = (samples, slice(None), block.queries, slice(*block.key_range))
-                of_bias[where] += of_added.sum_to_size(of_bias[where].shape)
-                del of_added
-            del of_parts
-        del keys, values, of_keys, of_values
-        home.send(sender)
-    return of_query, *home.collected()
-
-
-def _of_heads(bias: Tensor | None, heads: slice) -> Tensor | None:
-    """Return what is added to the scores of some heads, or its gradient."""
-    return bias if bias is None or bias.shape[1] == 1 else bias[:, heads]
+def _places(block: Block) -> tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]:
+    """Return where a block's queries and keys are."""
+    return (block.samples, slice(None), block.queries), (block.samples, slice(None), block.keys)

@@ -29,12 +29,10 @@ from booster_hybrid.sequence_parallel.exchange import (
 )
 from booster_hybrid.sequence_parallel.layers import (
     HIDDEN_STATES,
-    LayerHooks,
-    ListRun,
     SplitModuleList,
     lists_of_layers,
     mapped,
-    refuse_outputs_of_layers,
+    refuse_options,
     with_hidden,
 )
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, GatheredInput, RowForward
@@ -43,7 +41,7 @@ from booster_hybrid.tensor_parallel.summed_gradients import GradientAllReduce, s
 from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -63,14 +61,65 @@ class GatheringList(SplitModuleList):
         super().__init__("split_gather", group, model_name)
         self._last: tuple[int, SequenceLayout] | None = None
 
-    def of_whole(self, whole: Tensor) -> tuple[Tensor, SequenceLayout]:
+    def cut(self, hidden: Tensor) -> Tensor:
+        """Return this rank's positions of what every rank is given alike."""
+        return cut_replica(hidden, self.layout(self.length), self.group)
+
+    def join(self, hidden: Tensor) -> Tensor:
+        """Return whole hidden states, which every rank hands on alike. Collective: the group."""
+        return join_replicas(*self._of_part(hidden), self.group)
+
+    @outside_of_graphs
+    def gather_input(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        siblings: Iterable[ColumnSiblings] = (),
+        is_replica: bool = False,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give a block whole sequences in place of this rank's positions.
+
+        Args:
+            module: The block.
+            args: What it was given.
+            kwargs: Likewise.
+            siblings: The column-parallel layers that read them, which gather them again in backward.
+            is_replica: Whether all ranks go on alike.
+        """
+        del module
+        hidden: Tensor = args[0] if args else kwargs[HIDDEN_STATES]
+        part, layout = self._of_part(hidden)
+        whole = (join_replicas if is_replica else gather_sequence)(part, layout, self.group)
+        if hidden.dim() != 3:
+            return with_hidden(args, kwargs, whole.flatten(0, 1))
+        again = functools.partial(begin_gather, layout=layout, group=self.group)
+        for each in siblings:
+            each.gathered = GatheredInput(whole, hidden, again)
+        return with_hidden(args, kwargs, whole)
+
+    @outside_of_graphs
+    def scatter_output(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        """Leave of a row-parallel layer's partial sums this rank's positions, summed."""
+        del module
+        part = scatter_sum(*self._of_whole(output), self.group)
+        return part if output.dim() == 3 else part.flatten(0, 1)
+
+    @outside_of_graphs
+    def cut_output(self, module: nn.Module, _: Any, output: Any) -> Any:
+        """Leave of what all ranks have computed alike this rank's positions."""
+        del module
+        return mapped(output, lambda hidden: cut_replica(*self._of_whole(hidden), self.group))
+
+    def _of_whole(self, whole: Tensor) -> tuple[Tensor, SequenceLayout]:
         """Return whole sequences as ``(batch, positions, size)``, and how they are split."""
         if whole.dim() == 3:
             return whole, self.layout(whole.shape[1])
         batch, layout = self._of_flat(whole)
         return whole.view(batch, layout.length, -1), layout
 
-    def of_part(self, part: Tensor) -> tuple[Tensor, SequenceLayout]:
+    def _of_part(self, part: Tensor) -> tuple[Tensor, SequenceLayout]:
         """Return this rank's part of them as ``(batch, positions, size)``, and how they are split."""
         if part.dim() == 3:
             self.resume(part.shape[1])
@@ -109,7 +158,7 @@ def split_between_blocks(
     """
     model = compiled_module(model) or model
     stacks = lists_of_layers(model, lists, "split_gather")
-    model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
+    refuse_options(model, ("output_hidden_states", "output_attentions"))
     split_layers(model, stacks, group, split, ModulePatches())
 
 
@@ -135,8 +184,9 @@ def split_layers(
         positions = GatheringList(group, type(model).__name__)
         borders = _Borders(positions, split, changes)
         for layer in layers:
+            borders.enter(layer)
             for block in _blocks(layer):
-                borders.split(layer, block)
+                borders.split(block)
         parts = {
             id(each)
             for layer in layers
@@ -145,13 +195,7 @@ def split_layers(
         }
         for module in (module for layer in layers for module in layer.modules()):
             sum_where_used(module, dict.fromkeys(parts), group, changes, [module])
-        run = ListRun(model, layers, "split_gather", changes)
-        for index, layer in enumerate(layers):
-            hooks = _ReplicaHooks(positions, run, is_first=index == 0, is_last=index == len(layers) - 1)
-            changes.hook(layer.register_forward_pre_hook(hooks.before, with_kwargs=True))
-            changes.hook(layer.register_forward_hook(hooks.after, always_call=True))
-            if layer is layers[-1]:
-                run.watch_between(hooks)
+        positions.install(model, layers, changes)
 
 
 def _is_leaf(block: nn.Module) -> bool:
@@ -193,7 +237,12 @@ class _Borders:
     changes: ModulePatches
     kept: set[int] = field(default_factory=set)
 
-    def split(self, layer: nn.Module, block: nn.Module) -> None:
+    def enter(self, layer: nn.Module) -> None:
+        """Go on with the blocks of another layer."""
+        self._layer, self._names = layer, ModuleNames(layer)
+        self._name_of = {module: name for name, module in reversed(self._names.modules.items())}
+
+    def split(self, block: nn.Module) -> None:
         """Put a block's communication at its borders."""
         if _is_leaf(block):
             return  # a norm, a dropout: each position by itself, as the probe has shown
@@ -201,149 +250,70 @@ class _Borders:
         if not patched or not all(map(_is_plain, patched.values())):
             self._leave_as_it_is(block)
             return
-        across = _attending_across(layer, patched)
+        across = self._attending_across(patched)
         for parent in across:
             self._leave_as_it_is(parent)
-        patched = {module: forward for module, forward in patched.items() if _parent(layer, module) not in across}
-        gathering = _Gathering(self.positions)
+        patched = {module: forward for module, forward in patched.items() if self._parent(module) not in across}
+        siblings: dict[ColumnSiblings, None] = {}
         entries: dict[nn.Module, None] = {}
         for module, forward in patched.items():
             if isinstance(forward, ColumnForward):
                 # The gather's transpose sums over ranks; the layer itself has nobody to sum with.
                 forward.siblings.group = AloneRank(None, 0, 1)
-                gathering.siblings[forward.siblings] = None
-                entries[_entry(layer, module)] = None
+                siblings[forward.siblings] = None
+                entries[self._entry(module)] = None
             else:
                 # The rank stays: the first one's partial sum has the bias.
                 own = AloneRank(None, self.positions.group.rank, self.positions.group.size)
                 self.changes.forward(module, RowForward(module, own))
-                self.changes.hook(module.register_forward_hook(_Scattering(self.positions)))
+                self.changes.hook(module.register_forward_hook(self.positions.scatter_output))
                 if getattr(module, "bias", None) is not None:
                     self.kept.add(id(module.bias))
-        for entry in entries:  # before hooks that tell the module of another width, as `LocalWidth` does
-            self.changes.hook(entry.register_forward_pre_hook(gathering, with_kwargs=True, prepend=True))
+        gather = functools.partial(self.positions.gather_input, siblings=siblings)
+        for entry in entries:  # before hooks that tell the module of another width, as `narrow_input` does
+            self.changes.hook(entry.register_forward_pre_hook(gather, with_kwargs=True, prepend=True))
         self._sum_alone(set(block.modules()).difference(*(parent.modules() for parent in across)))
 
     def _sum_alone(self, inside: set[nn.Module]) -> None:
         """Let what would sum over ranks inside of a block leave that to its borders."""
-        for features in [each for each in self.tensors.features if each.module in inside]:
-            features.group = AloneRank(None, 0, 1)
-        for adapter in [each for each in self.tensors.adapters if each.module in inside]:
-            adapter.group = AloneRank(None, 0, 1)
-            if adapter.is_partial:
-                self.changes.hook(adapter.module.register_forward_hook(_Scattering(self.positions)))
+        for each in [each for each in self.tensors.sums if each.module in inside]:
+            each.group = AloneRank(None, 0, 1)
+            if each.is_partial:
+                self.changes.hook(each.module.register_forward_hook(self.positions.scatter_output))
 
     def _leave_as_it_is(self, block: nn.Module) -> None:
         """Give a block whole sequences, alike on all ranks."""
         positions, stream = self.positions, self.positions.stream
+        gather = functools.partial(positions.gather_input, is_replica=True)
         for handle in (
             block.register_forward_pre_hook(lambda *_: stream.pause()),  # or each would work on something else
             block.register_forward_hook(lambda *_: stream.resume()),
-            block.register_forward_pre_hook(_Gathering(positions, is_replica=True), with_kwargs=True),
-            block.register_forward_hook(_Cutting(positions)),
+            block.register_forward_pre_hook(gather, with_kwargs=True),
+            block.register_forward_hook(positions.cut_output),
         ):
             self.changes.hook(handle)
         self.kept |= {id(parameter) for parameter in block.parameters()}
 
+    def _attending_across(self, patched: Mapping[nn.Module, Any]) -> set[nn.Module]:
+        """Return modules whose column-parallel layers read different inputs, such as a decoder's and an encoder's."""
+        read: dict[nn.Module, set[int]] = {}
+        for module, forward in patched.items():
+            parent = self._parent(module)
+            if isinstance(forward, ColumnForward) and parent is not self._layer:
+                read.setdefault(parent, set()).add(id(forward.siblings))
+        return {parent for parent, siblings in read.items() if len(siblings) > 1}
 
-def _attending_across(layer: nn.Module, patched: Mapping[nn.Module, Any]) -> set[nn.Module]:
-    """Return the modules whose column-parallel layers read different inputs, such as a decoder's and an encoder's."""
-    read: dict[nn.Module, set[int]] = {}
-    for module, forward in patched.items():
-        parent = _parent(layer, module)
-        if isinstance(forward, ColumnForward) and parent is not layer:
-            read.setdefault(parent, set()).add(id(forward.siblings))
-    return {parent for parent, siblings in read.items() if len(siblings) > 1}
+    def _parent(self, module: nn.Module) -> nn.Module:
+        """Return the module whose forward calls a part of the layer, not counting adapters around it."""
+        return self._names.parent(self._name_of[module])
+
+    def _entry(self, module: nn.Module) -> nn.Module:
+        """Return what is given a column-parallel layer's input: the block that it is in, or what is around it."""
+        parent = self._parent(module)
+        return self._names.outermost[self._name_of[module]] if parent is self._layer else parent
 
 
 def _is_plain(forward: Any) -> bool:
     if isinstance(forward, ColumnForward):
         return forward.gathers is None
     return isinstance(forward, RowForward) and forward.splits is None
-
-
-def _parent(layer: nn.Module, module: nn.Module) -> nn.Module:
-    """Return the module whose forward calls a part of a layer, not counting adapters around it."""
-    names = ModuleNames(layer)
-    return names.parent(_name(names, module))
-
-
-def _entry(layer: nn.Module, module: nn.Module) -> nn.Module:
-    """Return what is given the input of a column-parallel layer: the block that it is in, or what is around it."""
-    names = ModuleNames(layer)
-    name = _name(names, module)
-    parent = names.parent(name)
-    return names.outermost[name] if parent is layer else parent
-
-
-def _name(names: ModuleNames, module: nn.Module) -> str:
-    return next(name for name, each in names.modules.items() if each is module)
-
-
-class _ReplicaHooks(LayerHooks):
-    """What is done before and after a layer that every rank is given alike, and hands on alike."""
-
-    def __init__(self, positions: GatheringList, run: ListRun, *, is_first: bool, is_last: bool) -> None:
-        super().__init__(positions, run, is_first=is_first, is_last=is_last)
-        self._positions = positions
-
-    def cut(self, hidden: Tensor) -> Tensor:
-        """Return this rank's positions of whole hidden states."""
-        return cut_replica(hidden, self._positions.layout(self._positions.length), self._positions.group)
-
-    def join(self, hidden: Tensor) -> Tensor:
-        """Return whole hidden states, given this rank's positions. Collective: the group."""
-        return join_replicas(*self._positions.of_part(hidden), self._positions.group)
-
-
-class _Gathering:
-    """Gives a block whole sequences in place of this rank's positions.
-
-    Attributes:
-        siblings: The column-parallel layers that read them, which gather them again in backward.
-    """
-
-    def __init__(self, positions: GatheringList, *, is_replica: bool = False) -> None:
-        self._positions, self._is_replica = positions, is_replica
-        self.siblings: dict[ColumnSiblings, None] = {}
-
-    @outside_of_graphs
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        del module
-        hidden: Tensor = args[0] if args else kwargs[HIDDEN_STATES]
-        gather = join_replicas if self._is_replica else gather_sequence
-        part, layout = self._positions.of_part(hidden)
-        whole = gather(part, layout, self._positions.group)
-        if hidden.dim() != 3:
-            return with_hidden(args, kwargs, whole.flatten(0, 1))
-        again = functools.partial(begin_gather, layout=layout, group=self._positions.group)
-        for each in self.siblings:
-            each.gathered = GatheredInput(whole, hidden, again)
-        return with_hidden(args, kwargs, whole)
-
-
-class _Scattering:
-    """Leaves of a row-parallel layer's partial sums this rank's positions, summed."""
-
-    def __init__(self, positions: GatheringList) -> None:
-        self._positions = positions
-
-    @outside_of_graphs
-    def __call__(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
-        del module
-        part = scatter_sum(*self._positions.of_whole(output), self._positions.group)
-        return part if output.dim() == 3 else part.flatten(0, 1)
-
-
-class _Cutting:
-    """Leaves of what all ranks have computed alike this rank's positions."""
-
-    def __init__(self, positions: GatheringList) -> None:
-        self._positions = positions
-
-    @outside_of_graphs
-    def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
-        del module
-        return mapped(output, lambda hidden: cut_replica(*self._positions.of_whole(hidden), self._positions.group))

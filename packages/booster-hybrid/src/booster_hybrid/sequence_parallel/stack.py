@@ -1,4 +1,4 @@
-"""`Stack`: one list of layers that attend across ranks from this rank's positions, and the hooks that bring them these.
+"""`Stack`: one list of layers that attend across ranks from this rank's positions, and what they are given of the rest.
 
 What layers are given for whole sequences in addition to hidden states (tables of positions, the states of an encoder)
 is cut likewise, each by the split of its own sequence.
@@ -6,6 +6,7 @@ is cut likewise, each by the split of its own sequence.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from dataclasses import dataclass, field
@@ -19,16 +20,15 @@ from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.pipeline.absent import is_absent
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
-from booster_hybrid.sequence_parallel.layers import HIDDEN_STATES, LayerHooks, SplitModuleList
+from booster_hybrid.sequence_parallel.layers import HIDDEN_STATES, SplitModuleList
 from booster_hybrid.sequence_parallel.mask import SequenceMask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor, nn
 
     from booster_hybrid.rank_group import RankGroup
-    from booster_hybrid.sequence_parallel.layers import ListRun
 
 OTHER_STATES = ("encoder_hidden_states", "key_value_states")
 """What layers and attention call the hidden states of another sequence, by transformers' conventions."""
@@ -74,7 +74,6 @@ class Stack(SplitModuleList):
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
         model_name: Class of the model, for messages.
-        rings: The rings on which keys travel under ``"ring_attn"``; see `ring_attention`.
 
     Attributes:
         num_attentions: Calls of attention in the layer which is running.
@@ -85,7 +84,7 @@ class Stack(SplitModuleList):
         heads: Numbers of query and key/value heads of attention that was called.
         drops: Whether attention drops weights where it is asked to.
         mixers: What is in the layers besides attention.
-        cut_along: Along which dimension each argument was cut that layers are given.
+        wholes: What layers are given for whole sequences, by the part of it that is here.
     """
 
     def __init__(
@@ -93,10 +92,8 @@ class Stack(SplitModuleList):
         mode: str,
         group: RankGroup,
         model_name: str,
-        rings: Sequence[RankGroup] | None = None,
     ) -> None:
         super().__init__(mode, group, model_name)
-        self.rings = (group,) if rings is None else tuple(rings)
         self.is_plain = False
         self.heads: set[tuple[int, int]] = set()
         self.drops = True
@@ -104,11 +101,35 @@ class Stack(SplitModuleList):
         self.is_clear: Callable[[nn.Module, int, int], bool] = lambda *_: False
         self.num_attentions = 0
         self.mixers = Mixers()
-        self.cut_along: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.wholes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._cut: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
         self._absent_cut: Tensor | None = None
 
-    def cut(self, layer: nn.Module, name: str, values: Any, hidden: Tensor) -> Any:
+    def cut(self, hidden: Tensor) -> Tensor:
+        """Return this rank's positions of whole hidden states."""
+        return self.layout(self.length).take(hidden, 1, self.group.rank)
+
+    def join(self, hidden: Tensor) -> Tensor:
+        """Return whole hidden states, given this rank's positions. Collective: the group."""
+        return gather_sequence(hidden, self.layout(self.length), self.group)
+
+    def cut_others(
+        self, module: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a layer's arguments with this rank's part of all that is given for whole sequences."""
+        self.key_length = self.num_attentions = 0
+        names = dict(enumerate(argument_names(module)))
+
+        def own(name: str, value: Any) -> Any:
+            if name in OTHER_STATES and isinstance(value, torch.Tensor):
+                return self._part_of_other(value)
+            return self._part(module, name, value, hidden)
+
+        cut = [own(names.get(index, f"/{index}"), value) for index, value in enumerate(args) if index]
+        named = {name: own(name, value) if args or name != HIDDEN_STATES else value for name, value in kwargs.items()}
+        return (*args[:1], *cut), named
+
+    def _part(self, layer: nn.Module, name: str, values: Any, hidden: Tensor) -> Any:
         """Return this rank's part of what a layer is given for whole sequences.
 
         Args:
@@ -132,7 +153,7 @@ class Stack(SplitModuleList):
             if dim is None:
                 return value
             found = layout.take(value, dim, self.group.rank)
-            self.cut_along[found] = dim
+            self.wholes[found] = value
             return found
 
         return part((), values) if isinstance(values, torch.Tensor) else pytree.tree_map_with_path(part, values)
@@ -176,15 +197,15 @@ class Stack(SplitModuleList):
             )
             raise ConfigError(msg)
 
-    def check_attention(self, layer: nn.Module) -> None:
-        """Check that a layer which has run called an attention that sees the other ranks' positions.
+    def check_output(self, module: nn.Module, hidden: Tensor) -> None:
+        """Check that a layer has attended to the other ranks' positions, unless another stage of a pipeline runs it.
 
         Raises:
             ConfigError: If not.
         """
-        if not self.num_attentions and not self.mixers.are_apart(layer):
+        if not is_absent(hidden) and not self.num_attentions and not self.mixers.are_apart(module):
             msg = (
-                f"'{type(layer).__name__}' of {self.model_name} does not call its attention through transformers' "
+                f"'{type(module).__name__}' of {self.model_name} does not call its attention through transformers' "
                 "attention interface, nor `torch.nn.functional.scaled_dot_product_attention`, so "
                 f"`sequence_parallelism_mode={self.mode!r}` would let each part of a "
                 "sequence see itself only. Use 'split_gather' with `tp_size`, or a model that does."
@@ -198,7 +219,7 @@ class Stack(SplitModuleList):
             self.length = found.length
         return found is not None
 
-    def part_of_other(self, states: Tensor) -> Tensor:
+    def _part_of_other(self, states: Tensor) -> Tensor:
         """Return this rank's part of another sequence's states; one and the same for all layers while they use it.
 
         Raises:
@@ -215,56 +236,6 @@ class Stack(SplitModuleList):
         return part
 
 
-class AttendingHooks(LayerHooks):
-    """What is done before and after a layer whose attention sees the other ranks' positions.
-
-    Args:
-        stack: The list that it is in.
-        run: Knows which of the list have been called.
-        layer: The layer.
-        is_first: Whether hidden states are split before it.
-        is_last: Whether they are put together after it.
-    """
-
-    def __init__(self, stack: Stack, run: ListRun, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
-        super().__init__(stack, run, is_first=is_first, is_last=is_last)
-        self._stack, self._names = stack, dict(enumerate(argument_names(layer)))
-
-    def resume(self, num_here: int, others: Iterable[Any]) -> None:
-        """Note that a layer after the first one runs, maybe with a mask that knows the length."""
-        if not self._stack.note_masks(others):
-            self._stack.resume(num_here)
-
-    def cut_others(
-        self, module: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a layer's arguments with this rank's part of all that is given for whole sequences."""
-        stack = self._stack
-        stack.key_length = stack.num_attentions = 0
-
-        def own(name: str, value: Any) -> Any:
-            if name in OTHER_STATES and isinstance(value, torch.Tensor):
-                return stack.part_of_other(value)
-            return stack.cut(module, name, value, hidden)
-
-        cut = [own(self._names.get(index, f"/{index}"), value) for index, value in enumerate(args) if index]
-        named = {name: own(name, value) if args or name != HIDDEN_STATES else value for name, value in kwargs.items()}
-        return (*args[:1], *cut), named
-
-    def cut(self, hidden: Tensor) -> Tensor:
-        """Return this rank's positions of whole hidden states."""
-        return self._stack.layout(self._stack.length).take(hidden, 1, self._stack.group.rank)
-
-    def join(self, hidden: Tensor) -> Tensor:
-        """Return whole hidden states, given this rank's positions. Collective: the group."""
-        return gather_sequence(hidden, self._stack.layout(self._stack.length), self._stack.group)
-
-    def check_output(self, module: nn.Module, hidden: Tensor) -> None:
-        """Check that the layer has attended, unless another stage of a pipeline runs it."""
-        if not is_absent(hidden):
-            self._stack.check_attention(module)
-
-
 def kind_of_layer(layer: nn.Module) -> frozenset[str]:
     """Return the names of the classes inside of a layer."""
     return frozenset(type(module).__name__ for module in layer.modules())
@@ -276,7 +247,11 @@ def argument_names(module: nn.Module) -> list[str]:
     Args:
         module: The module; of a compiled one, the one inside is asked.
     """
-    forward = type(compiled_module(module) or module).forward
+    return _names_of(type(compiled_module(module) or module).forward)
+
+
+@functools.lru_cache
+def _names_of(forward: Callable[..., Any]) -> list[str]:
     return [name for name in inspect.signature(forward).parameters if name != "self"]
 
 

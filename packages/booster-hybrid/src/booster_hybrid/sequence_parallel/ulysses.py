@@ -7,6 +7,7 @@ Reference: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +17,10 @@ from booster_core.errors import ConfigError
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.exchange import exchange
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
-from booster_hybrid.sequence_parallel.ring_attention import ring_attention
+from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from booster_hybrid.sequence_parallel.mask import Visibility
 
 
 def head_ranges(num_heads: int, num_key_value_heads: int, size: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -52,37 +51,14 @@ def head_ranges(num_heads: int, num_key_value_heads: int, size: int) -> list[tup
     return ranges
 
 
-def all_to_all_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visibility: Visibility,
-    layout: SequenceLayout,
-    group: RankGroup,
-    *,
-    key_layout: SequenceLayout | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Return what this rank's queries find among the keys of all ranks.
 
     Args:
         query: Shape ``(batch, heads, local positions, size)``.
         key: Shape ``(batch, key/value heads, local positions, size)``.
         value: Likewise.
-        visibility: Who may attend to whom in the whole sequence.
-        layout: How the sequence of the queries is split.
-        group: The ranks.
-        key_layout: How the sequence of the keys is split, where that is another one.
-        bias: Added to the scores, shape ``(batch or 1, heads of this rank or 1, positions, positions of all keys)``;
-            see `head_ranges`.
-        sinks: One score for each head which takes weight and has no value, shape ``(heads,)``.
-        softcap: Scores are kept below this by a hyperbolic tangent, before the bias and the mask.
-        scaling: Multiplies the products; ``None`` for one over the root of the size.
-        dropout: Probability of dropping an attention weight.
+        call: What is asked for.
 
     Returns:
         Shape ``(batch, heads, local positions, value size)``.
@@ -93,7 +69,8 @@ def all_to_all_attention(
     Collective: the group, also in backward.
     """
     batch, num_heads = query.shape[:2]
-    key_layout = layout if key_layout is None else key_layout
+    group, visibility = call.group, call.visibility
+    layout, key_layout = call.layouts
     heads = head_ranges(num_heads, key.shape[1], group.size)
     (first, last), (first_kv, last_kv) = heads[group.rank]
     sizes = [query.shape[-1], key.shape[-1], value.shape[-1]]
@@ -114,33 +91,28 @@ def all_to_all_attention(
     pieces = [_unpacked(part, of_rank) for part, of_rank in zip(found, shapes, strict=True)]
     query, key, value = (each.put_together([piece[i] for piece in pieces], 2) for i, each in enumerate(layouts))
     key, value, shares_keys = _aligned(key, value, heads, num_heads, group.rank)
-    is_plain = visibility.is_plain and bias is None and sinks is None and softcap is None
+    is_plain = visibility.is_plain and call.bias is None and call.sinks is None and call.softcap is None
     # Where torch has no fused kernel, its attention would have the scores of whole sequences in memory.
-    if is_plain and sizes[0] == sizes[2] and not (dropout and query.device.type == "cpu"):
+    if is_plain and sizes[0] == sizes[2] and not (call.dropout and query.device.type == "cpu"):
         outputs = nn.functional.scaled_dot_product_attention(
             query,
             key,
             value,
-            dropout_p=dropout,
-            scale=scaling,
+            dropout_p=call.dropout,
+            scale=call.scaling,
             is_causal=visibility.is_causal,
             enable_gqa=shares_keys,
         )
     else:
-        outputs = ring_attention(
-            query,
-            key,
-            value,
-            visibility.of_heads(first, last),
-            SequenceLayout(layout.length, 1),
-            RankGroup(None, 0, 1),
+        alone = replace(
+            call,
+            visibility=visibility.of_heads(first, last),
+            layout=SequenceLayout(layout.length, 1),
+            group=RankGroup(None, 0, 1),
             key_layout=SequenceLayout(key_layout.length, 1),
-            bias=bias,
-            sinks=None if sinks is None else sinks[first:last],
-            softcap=softcap,
-            scaling=scaling,
-            dropout=dropout,
+            sinks=None if call.sinks is None else call.sinks[first:last],
         )
+        outputs = ring_attention(query, key, value, alone)
     returned = [layout.take(outputs, 2, rank).flatten() for rank in range(group.size)]
     size, length = outputs.shape[-1], layout.lengths[group.rank]
     found = exchange(returned, [batch * (q1 - q0) * length * size for (q0, q1), _ in heads], group)

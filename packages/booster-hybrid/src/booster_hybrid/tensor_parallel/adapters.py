@@ -14,15 +14,15 @@ The layers stay peft's own, and so does what they compute; see `booster_runtime.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_core.errors import ConfigError
 from booster_hybrid.layer_plan import ModulePatches
-from booster_hybrid.tensor_parallel.collectives import enter, leave
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
-from booster_hybrid.tensor_parallel.summed_gradients import sum_where_used
+from booster_hybrid.tensor_parallel.summed_gradients import OutputSum, sum_where_used
 from booster_hybrid.tensor_parallel.vocabulary import VocabularyForward, looked_up
 
 if TYPE_CHECKING:
@@ -35,45 +35,17 @@ if TYPE_CHECKING:
     from booster_hybrid.tensor_parallel.split import Split
 
 
-class AdapterSum:
-    """What is sent for one adapter of a layer: a hook on its A, whose result is summed over ranks, or its gradient.
-
-    Args:
-        module: The adapter's A.
-        group: The tensor parallel ranks.
-        changes: Notes the hook.
-        is_partial: Whether A's inputs are split, so that its results are summed; else their gradients are.
-
-    Attributes:
-        module: As above.
-        group: As above; who splits sequences between layers sums at the borders of blocks instead.
-        is_partial: As above.
-    """
-
-    def __init__(self, module: nn.Module, group: RankGroup, changes: ModulePatches, *, is_partial: bool) -> None:
-        self.module, self.group, self.is_partial = module, group, is_partial
-        changes.hook(module.register_forward_hook(self))
-
-    def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        """Return A's result.
-
-        Collective: the group, in forward or in backward.
-        """
-        return leave(output, self.group) if self.is_partial else enter((output,), self.group)[0]
-
-
-class _VocabularyLookup:
-    """Looks up the rows of an embedding's adapter, some of which are here."""
-
-    def __init__(self, layer: Any, first: int, group: RankGroup) -> None:
-        self._embed, self._first, self._group = layer._embed, first, group  # noqa: SLF001 - peft gives it no other name
-
-    def __call__(self, tokens: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def embed(local: Tensor) -> Tensor:
-            rows: Tensor = self._embed(local, weight, *args, **kwargs)
-            return rows
-
-        return looked_up(tokens, self._first, weight.shape[0], embed, self._group)
+def _looked_up(
+    embed: Callable[..., Tensor],
+    first: int,
+    group: RankGroup,
+    tokens: Tensor,
+    weight: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Return the rows of tokens in an embedding's adapter, of which some are here."""
+    return looked_up(tokens, first, weight.shape[0], lambda local: embed(local, weight, *args, **kwargs), group)
 
 
 def check_wrappers(names: ModuleNames, targets: Iterable[str], size: int) -> None:
@@ -100,7 +72,7 @@ def split_adapters(
     group: RankGroup,
     keep: Callable[[nn.Parameter, Split], None],
     changes: ModulePatches,
-) -> list[AdapterSum]:
+) -> list[OutputSum]:
     """Split the adapters of layers that have been split, in place.
 
     Args:
@@ -117,7 +89,7 @@ def split_adapters(
     Raises:
         ConfigError: If a layer that is split has an adapter that can't be.
     """
-    sums: list[AdapterSum] = []
+    sums: list[OutputSum] = []
     for name, layer in {id(layer): (name, layer) for name, layer in names.adapted.items()}.values():
         base = names.modules[name]
         held = {each for parameter in base.parameters() for each in names.names_of[id(parameter)]}
@@ -193,7 +165,7 @@ def _split_one(
     group: RankGroup,
     keep: Callable[[nn.Parameter, Split], None],
     changes: ModulePatches,
-) -> list[AdapterSum]:
+) -> list[OutputSum]:
     """Split the adapters of one layer."""
     changes.attribute(
         layer, "_mixed_batch_forward", _refuse_mixed_batches
@@ -202,7 +174,9 @@ def _split_one(
     if isinstance(forward, VocabularyForward):
         for table in layer.lora_embedding_A.values():
             keep(table, _like(split, table, 1, name))
-        changes.attribute(layer, "_embed", _VocabularyLookup(layer, split.ranges[0][0], group))
+        # peft gives it no other name.
+        lookup = functools.partial(_looked_up, layer._embed, split.ranges[0][0], group)  # noqa: SLF001
+        changes.attribute(layer, "_embed", lookup)
         return []
     pairs = [(layer.lora_A[adapter], layer.lora_B[adapter]) for adapter in layer.lora_A]
     if isinstance(forward, ColumnForward) and forward.gathers is None:
@@ -218,7 +192,7 @@ def _split_one(
         is_partial = True
     else:
         return []
-    return [AdapterSum(first, group, changes, is_partial=is_partial) for first, _ in pairs]
+    return [OutputSum(first, group, changes, is_partial=is_partial) for first, _ in pairs]
 
 
 def _like(split: Split, parameter: nn.Parameter, dim: int, name: str) -> Split:

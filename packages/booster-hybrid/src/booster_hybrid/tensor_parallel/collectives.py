@@ -181,41 +181,33 @@ class _Share(torch.autograd.Function):
         return torch.cat(parts, ctx.dim), None, None, None, None
 
 
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: _Ranks) -> Tensor:
-        del ctx
-        return _summed(tensor, ranks)
+class _Paired(torch.autograd.Function):
+    """Leaves by a sum, gathers the last dimension or takes a part of it; backward does what transposes it."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        del ctx
+    def forward(ctx: Any, tensor: Tensor, operation: str, sizes: list[int], rank: int, ranks: _Ranks) -> Tensor:
+        ctx.operation, ctx.sizes, ctx.rank, ctx.ranks = operation, sizes, rank, ranks
+        if operation == "leave":
+            return _summed(tensor, ranks)
+        return _gathered(tensor, sizes, ranks) if operation == "gather" else own_part(tensor, sizes, rank)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         refuse_second_derivative()
-        return gradient, None
+        if ctx.operation == "gather":
+            gradient = own_part(gradient, ctx.sizes, ctx.rank)
+        elif ctx.operation == "take":
+            gradient = _gathered(gradient, ctx.sizes, ctx.ranks)
+        return gradient, None, None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sizes: list[int], rank: int, ranks: _Ranks) -> Tensor:
-        ctx.sizes, ctx.rank = sizes, rank
-        return _gathered(tensor, sizes, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        refuse_second_derivative()
-        return own_part(gradient, ctx.sizes, ctx.rank), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sizes: list[int], rank: int, ranks: _Ranks) -> Tensor:
-        ctx.sizes, ctx.ranks = sizes, ranks
-        return own_part(tensor, sizes, rank)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        refuse_second_derivative()
-        return _gathered(gradient, ctx.sizes, ctx.ranks), None, None, None
+def _paired(operation: str, tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
+    if group.size == 1:
+        return tensor
+    result: Tensor = _Paired.apply(  # type: ignore[no-untyped-call]
+        tensor, operation, list(sizes), group.rank, _told(group)
+    )
+    return result
 
 
 def enter(tensors: Sequence[Tensor], group: RankGroup) -> tuple[Tensor, ...]:
@@ -247,10 +239,7 @@ def leave(tensor: Tensor, group: RankGroup) -> Tensor:
 
     Collective: the group.
     """
-    if group.size == 1:
-        return tensor
-    result: Tensor = _Leave.apply(tensor, _told(group))  # type: ignore[no-untyped-call]
-    return result
+    return _paired("leave", tensor, (), group)
 
 
 def gather_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
@@ -263,10 +252,7 @@ def gather_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tenso
 
     Collective: the group.
     """
-    if group.size == 1:
-        return tensor
-    result: Tensor = _Gather.apply(tensor, list(sizes), group.rank, _told(group))  # type: ignore[no-untyped-call]
-    return result
+    return _paired("gather", tensor, sizes, group)
 
 
 def scatter_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
@@ -274,10 +260,7 @@ def scatter_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tens
 
     Collective: the group, in backward.
     """
-    if group.size == 1:
-        return tensor
-    result: Tensor = _Scatter.apply(tensor, list(sizes), group.rank, _told(group))  # type: ignore[no-untyped-call]
-    return result
+    return _paired("take", tensor, sizes, group)
 
 
 def _summed_together(tensors: Sequence[Tensor], group: RankGroup) -> list[Tensor]:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from booster_hybrid.layer_plan import ModulePatches
 
 
-class LocalWidth:
-    """Lets a module see its first tensor as wide as what is here, and split layers in it read the real one.
+def narrow_input(module: nn.Module, width: int, here: int, changes: ModulePatches) -> None:
+    """Let a module see its first tensor as wide as what is here; split layers in it `read_real`.
 
     The module takes widths from its input, as in ``B, T, C = x.size()``, of what is split by then. What it gets has no
     values: whoever computes with it gets no numbers, which the proof at `boost` finds. A hook that the user registers
@@ -27,31 +27,24 @@ class LocalWidth:
         module: The module.
         width: Length of the tensor's last dimension.
         here: What the module is told of it.
-        changes: Notes the hooks.
+        changes: Notes the hook.
     """
 
-    def __init__(self, module: nn.Module, width: int, here: int, changes: ModulePatches) -> None:
-        self._width, self._here, self._changes = width, here, changes
-        changes.hook(module.register_forward_pre_hook(self._narrow, with_kwargs=True))
-
-    def restore(self, layer: nn.Module) -> None:
-        """Let a layer in the module read the real tensor."""
-        self._changes.hook(layer.register_forward_pre_hook(_real))
-
-    def _narrow(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def narrow(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = [*args, *kwargs.values()]
         place = next((index for index, each in enumerate(given) if isinstance(each, Tensor)), None)
-        if place is not None and given[place].shape[-1:] == (self._width,):
+        if place is not None and given[place].shape[-1:] == (width,):
             real: Tensor = given[place]
-            narrow: Any = real.new_full((), math.nan).expand(*real.shape[:-1], self._here)
-            narrow.booster_real = real  # a list of real ones would not know which a layer in a checkpoint reads again
-            given[place] = narrow
+            narrowed: Any = real.new_full((), math.nan).expand(*real.shape[:-1], here)
+            narrowed.booster_real = real  # a list of real ones would not know which a layer in a checkpoint reads again
+            given[place] = narrowed
         return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
+    changes.hook(module.register_forward_pre_hook(narrow, with_kwargs=True))
 
-def _real(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+
+def read_real(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give a layer the real tensor in place of the narrow one; a hook before its forward."""
     return tuple(getattr(each, "booster_real", each) for each in args)
 
 

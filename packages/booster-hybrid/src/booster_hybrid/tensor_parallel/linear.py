@@ -1,7 +1,6 @@
 """Column- and row-parallel linear layers on local weights, in the forms of ``nn.Linear`` and transformers' ``Conv1D``.
 
-Which modules compute a plain linear map, and how they store its weight, is found by running them on random numbers. A
-column-parallel layer holds some of the outputs, a row-parallel one some of the inputs; the pair needs one sum in
+A column-parallel layer holds some of the outputs, a row-parallel one some of the inputs; the pair needs one sum in
 forward (after the row) and one in backward (before the column). Column-parallel siblings that read the same input, such
 as q, k and v, share that backward sum, and it travels while the weights' gradients are computed.
 
@@ -10,16 +9,13 @@ Reference: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), section 3.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from booster_hybrid.layer_plan import ModulePatches
-from booster_hybrid.probe.units import structural_key
-from booster_hybrid.probe.values import restored
 from booster_hybrid.rank_group import AloneRank
 from booster_hybrid.tensor_parallel.collectives import (
     enter,
@@ -33,77 +29,34 @@ from booster_hybrid.tensor_parallel.summed_gradients import used
 from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from booster_hybrid.pipeline.weight_gradients import SplitBackward, Waiting
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
-    from booster_hybrid.tensor_parallel.vocabulary import HeadVocabulary
+    from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary
 
 
-_SEED, _ROWS = 20191, 3
-_found: dict[Hashable, bool | None] = {}
-"""Answers of `_transposed`, by kind of module."""
+_PLAIN = ("Conv1D", "FalconLinear")
+"""Classes of transformers with code of their own for a plain linear map; the first one's weight is transposed."""
 
 
-def is_transposed(module: nn.Module) -> bool:
+def is_transposed(module: Any) -> bool:
     """Return whether a linear layer keeps its weight as (inputs, outputs), as transformers' ``Conv1D`` does."""
-    return _transposed(module) is True
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return False
+    return type(module).__name__ == _PLAIN[0] or (module.bias is not None and len(module.bias) != len(module.weight))
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes a plain linear map of its weight and bias, in either storage order."""
-    return _transposed(module) is not None
-
-
-def _transposed(module: nn.Module) -> bool | None:
-    """Return whether a linear layer keeps its weight as (inputs, outputs); ``None`` for other modules."""
+    """Return whether a module is known to compute a plain linear map of its parameters, in either storage order."""
     kind, own = type(module), module._parameters  # noqa: SLF001 - a computed weight is none of its parameters
-    if isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward:
+    if own.get("weight") is None:
         return False
-    weight, bias = own.get("weight"), own.get("bias")
-    if weight is None or weight.dim() != 2 or (bias is not None and bias.dim() != 1):
-        return None
-    key = structural_key(module, None, {})
-    if key not in _found:
-        _found[key] = _tried(module, weight.shape, None if bias is None else bias.shape)
-    return _found[key]
-
-
-@torch.no_grad()
-def _tried(module: nn.Module, shape: torch.Size, bias_shape: torch.Size | None) -> bool | None:
-    generator = torch.Generator().manual_seed(_SEED)
-    options: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
-    # Not its own transpose, and small, however large the weight is.
-    weight = torch.randn(2 * shape[0] + shape[1], **options).as_strided(shape, (2, 1))
-    bias = None if bias_shape is None else torch.randn(bias_shape, **options)
-    changes = ModulePatches()
-    changes.entry(module._parameters, "weight", weight)  # noqa: SLF001 - `setattr` refuses what is no parameter
-    if bias is not None:
-        changes.entry(module._parameters, "bias", bias)  # noqa: SLF001
-    try:
-        for is_transposed in (False, True):
-            factor = weight.t() if is_transposed else weight
-            source = torch.randn(_ROWS, factor.shape[1], **options)
-            if (bias is None or len(bias) == len(factor)) and _computes(module, source, factor, bias):
-                return is_transposed
-    finally:
-        changes.undo()
-    return None
-
-
-def _computes(module: nn.Module, source: Tensor, factor: Tensor, bias: Tensor | None) -> bool:
-    try:
-        with restored(module, source.device):
-            found = type(module).forward(module, source)
-    except Exception:  # noqa: BLE001 - the layer has other inputs, or is another one
-        return False
-    expected = nn.functional.linear(source, factor, bias)
-    if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
-        return False  # routers, for one, compute in fp32
-    return torch.allclose(found, expected)
+    is_torchs = isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
+    return is_torchs or (kind.__name__ in _PLAIN and kind.__module__.startswith("transformers."))
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -239,25 +192,21 @@ class GatheredInput:
         return part.detach()
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A layer's outputs that it has not asked for yet, and what they were computed from."""
 
     outputs: Tensor
     parameters: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
 
-    def is_of(self, parameters: tuple[Tensor | None, ...]) -> bool:
-        """Whether they were computed from these parameters, as they are now."""
-        is_same = all(one is other for one, other in zip(self.parameters, parameters, strict=True))
-        return is_same and self.versions == tuple(map(_version, parameters))
 
-
-class _Entered:
+class _Entered(NamedTuple):
     """An input of siblings in a graph that is compiled, until all of them have read it."""
 
-    def __init__(self, source: Tensor, entered: Tensor, num_left: int, *, has_grad: bool) -> None:
-        self.source, self.entered, self.num_left, self.has_grad = source, entered, num_left, has_grad
+    source: Tensor
+    entered: Tensor
+    num_left: int
+    has_grad: bool
 
 
 class ColumnSiblings:
@@ -324,9 +273,8 @@ class ColumnSiblings:
         """
         known, has_grad = self._entered, torch.is_grad_enabled()
         if known is not None and known.source is source and known.has_grad == has_grad:
-            known.num_left -= 1
-            if known.num_left == 0:
-                self._entered = None
+            left = known.num_left - 1
+            self._entered = known._replace(num_left=left) if left else None
             return known.entered
         if self.group.size == 1:
             return source
@@ -336,7 +284,7 @@ class ColumnSiblings:
         if known is not None:  # they read several inputs: nothing may be left when the graph ends
             self._entered, self._is_shared = None, False
         elif self._is_shared and len(self._along) > 1:
-            self._entered = _Entered(source, entered, len(self._along) - 1, has_grad=has_grad)
+            self._entered = _Entered(source, entered, len(self._along) - 1, has_grad)
         return entered
 
     def __call__(self, module: nn.Module, source: Tensor, split: SplitBackward | None = None) -> Tensor:
@@ -360,7 +308,11 @@ class ColumnSiblings:
         state = (_version(source), _autocast_dtype(source.device.type), pending)
         if self._source is source and self._state == state:
             kept = self._kept.pop(module, None)
-            if kept is not None and kept.is_of(_parameters(module)):
+            if (
+                kept is not None
+                and kept.versions == tuple(map(_version, own := _parameters(module)))
+                and all(map(operator.is_, kept.parameters, own))
+            ):
                 if not self._kept:
                     self.forget()
                 return kept.outputs
@@ -431,7 +383,7 @@ class ColumnForward:
     """
 
     weight_gradients: SplitBackward | None = None
-    vocabulary: HeadVocabulary
+    vocabulary: ByVocabulary
 
     def __init__(
         self, module: nn.Module, siblings: ColumnSiblings, group: RankGroup, gathers: Sequence[int] | None = None

@@ -20,14 +20,14 @@ from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.random_streams import SplitStreams
 from booster_hybrid.split_logits import SplitLogits, split_logits
-from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
+from booster_hybrid.tensor_parallel.adapters import check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
-from booster_hybrid.tensor_parallel.heads import LocalWidth, cut_arguments
-from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_linear, is_transposed
+from booster_hybrid.tensor_parallel.heads import cut_arguments, narrow_input, read_real
+from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_transposed
 from booster_hybrid.tensor_parallel.module_names import ModuleNames, inner_model
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
-from booster_hybrid.tensor_parallel.summed_gradients import SummedFeatures, sum_where_used
-from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary, HeadVocabulary, VocabularyForward
+from booster_hybrid.tensor_parallel.summed_gradients import OutputSum, sum_where_used
+from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary, VocabularyForward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -49,17 +49,13 @@ class TensorParallelModel:
     Attributes:
         splits: For each split parameter, by name, which part of it is here. Tied parameters appear under each name.
         summed: Names of the parameters that are whole on every rank, and whose gradients are summed over ranks.
-        siblings: The column-parallel layers that share an input.
-        adapters: What is sent for low-rank adapters of split layers.
-        features: What sums the gradient of outputs of whole modules that each rank's own heads use.
+        sums: What is summed of low-rank adapters of split layers, and of outputs that each rank's own heads use.
         streams: Lets ranks draw alike what they compute alike; ``None`` before that is asked for.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)
-    siblings: list[ColumnSiblings] = field(default_factory=list)
-    adapters: list[AdapterSum] = field(default_factory=list)
-    features: list[SummedFeatures] = field(default_factory=list)
+    sums: list[OutputSum] = field(default_factory=list)
     streams: SplitStreams | None = None
 
 
@@ -192,12 +188,13 @@ class TensorPlan:
         return targets
 
     def _check_linear(self, name: str) -> None:
-        """Refuse layers whose own forward does something else, which a forward of ours would silently leave out."""
-        module = self.names.modules.get(name)
-        if module is None or not is_linear(module):
+        """Refuse what has no matrix and vector of its own; whether a layer computes a linear map, the probe shows."""
+        module: Any = self.names.modules.get(name)
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if getattr(weight, "ndim", 0) != 2 or getattr(bias, "ndim", 1) != 1:
             msg = (
                 f"The policy of {type(self.model).__name__} splits '{name}' as a linear layer, but it is a "
-                f"{type(module).__name__}, whose forward computes something else of its weight and bias. Leave it "
+                f"{type(module).__name__} without a weight of two dimensions and a bias of one, or none. Leave it "
                 "whole, or give its parameters rules of their own."
             )
             raise ConfigError(msg)
@@ -275,7 +272,7 @@ class _Installer:
         self._names_of = plan.names.names_of
         self._done: dict[int, Split] = {}
         self._scaled: set[tuple[int, str]] = set()
-        self._narrowed: dict[nn.Module, LocalWidth] = {}
+        self._narrowed: set[nn.Module] = set()
         self._result = TensorParallelModel()
 
     def run(self, targets: Mapping[str, ModuleRule]) -> TensorParallelModel:
@@ -290,7 +287,7 @@ class _Installer:
                 self._apply(rule, name)
         for members in columns.values():
             self._apply_columns(members)
-        self._result.adapters = split_adapters(
+        self._result.sums += split_adapters(
             self._names, self._result.splits, self._result.summed, self._group, self._keep, self._changes
         )
         self._sum_shares()
@@ -319,9 +316,8 @@ class _Installer:
             return
         module = self._modules[name]
         if rule.style is Style.SUMMED_FEATURES:
-            self._result.features.append(
-                SummedFeatures(module, self._plan.count(rule.units, name) or 0, self._group, self._changes)
-            )
+            number = self._plan.count(rule.units, name)
+            self._result.sums.append(OutputSum(module, self._group, self._changes, number=number))
         elif rule.style is Style.ARGUMENT:
             blocks = self._blocks(rule, name, 0)
             cut_arguments(module, rule.arguments, self._cuts(blocks[0]), self._group.rank, self._changes)
@@ -341,7 +337,6 @@ class _Installer:
             by_input[transposed, module.weight.shape[0 if transposed else 1]].append((rule, name))
         for (transposed, _), alike in by_input.items():
             siblings = ColumnSiblings([self._modules[name] for _, name in alike], self._group)
-            self._result.siblings.append(siblings)
             for rule, name in alike:
                 module = self._modules[name]
                 split = self._cut(module.weight, 1 if transposed else 0, rule, name)
@@ -356,7 +351,7 @@ class _Installer:
                     gathers = self._lengths(split, rule, name)
                 forward = ColumnForward(module, siblings, self._group, gathers)
                 if rule.style in (Style.COLUMN_GATHER, Style.HEAD) and not transposed:
-                    forward.vocabulary = HeadVocabulary(self._lengths(split, rule, name), self._group)
+                    forward.vocabulary = ByVocabulary(self._lengths(split, rule, name), self._group)
                 self._changes.forward(module, forward)
 
     def _keep_partition(self, head: nn.Module, sizes: list[int]) -> None:
@@ -477,11 +472,11 @@ class _Installer:
         """Let the parent of a split layer take widths of what is here from its input."""
         module: Any = self._modules[name]
         width = module.weight.shape[0 if is_transposed(module) else 1]
-        known = self._narrowed.get(parent)
-        if known is None:  # siblings read the same input
+        if parent not in self._narrowed:  # siblings read the same input
+            self._narrowed.add(parent)
             here, everywhere = units
-            known = self._narrowed[parent] = LocalWidth(parent, width, width * here // everywhere, self._changes)
-        known.restore(self._names.outermost[name])
+            narrow_input(parent, width, width * here // everywhere, self._changes)
+        self._changes.hook(self._names.outermost[name].register_forward_pre_hook(read_real))
 
     def _parent(self, name: str) -> nn.Module:
         return self._names.parent(name)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_hybrid.tensor_parallel.collectives import enter, share
+from booster_hybrid.tensor_parallel.collectives import enter, leave, share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -105,29 +105,43 @@ def sum_where_used(
     forward.splits.update(found)
 
 
-class SummedFeatures:
-    """Sums the gradient of a module's last outputs over ranks.
+class OutputSum:
+    """Sums over ranks what a module returns, or the gradient of its last outputs.
 
     Args:
         module: The module, which returns a tensor.
-        number: How many outputs.
         group: The ranks.
         changes: Notes the hook.
+        is_partial: Whether what it returns is a part of a sum; else its gradient is.
+        number: Of how many of the last outputs the gradient is summed; ``None`` for all.
+
+    Attributes:
+        module: As above.
+        group: As above; who splits sequences between layers sums at the borders of blocks instead.
+        is_partial: As above.
     """
 
-    def __init__(self, module: nn.Module, number: int, group: RankGroup, changes: ModulePatches) -> None:
-        self.module, self.group = module, group
-        self._number = number
+    def __init__(
+        self,
+        module: nn.Module,
+        group: RankGroup,
+        changes: ModulePatches,
+        *,
+        is_partial: bool = False,
+        number: int | None = None,
+    ) -> None:
+        self.module, self.group, self.is_partial, self._number = module, group, is_partial, number
         changes.hook(module.register_forward_hook(self))
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Return the outputs, of which the last ones sum their gradient.
+        """Return the outputs.
 
-        Collective: the ranks, in backward.
+        Collective: the ranks, in forward or in backward.
         """
         del module, args
-        if self.group.size == 1:
-            return output
+        if self.is_partial or self.group.size == 1:
+            return leave(output, self.group)
+        if self._number is None:
+            return enter((output,), self.group)[0]
         others, own = output[..., : -self._number], output[..., -self._number :]
-        (entered,) = enter((own,), self.group)
-        return torch.cat([others, entered], -1)
+        return torch.cat([others, *enter((own,), self.group)], -1)

@@ -119,46 +119,6 @@ def looked_up(
     return leave(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), group)
 
 
-class HeadVocabulary:
-    """How the ranks of a tensor parallel group share a vocabulary.
-
-    Args:
-        sizes: Length of each rank's part.
-        group: The ranks.
-
-    Attributes:
-        size: Length of the whole vocabulary.
-        first: Index of this rank's first logit in it.
-        largest_size: Length of the longest part.
-    """
-
-    def __init__(self, sizes: Sequence[int], group: RankGroup) -> None:
-        self.size, self._group = sum(sizes), group
-        self.first, self.largest_size = sum(sizes[: group.rank]), max(sizes)
-
-    def check(self, labels: Tensor) -> None:
-        """Raise for labels outside of the whole vocabulary; see `within_bounds`."""
-        within_bounds(labels, self.size, "Target")
-
-    def gather(self, terms: Tensor) -> Tensor:
-        """Return the ranks' terms, one after the other along a new first dimension.
-
-        Collective: the group.
-        """
-        ranks = self._group.size
-        of_ranks = terms.new_empty((ranks, *terms.shape))
-        of_ranks[self._group.rank] = terms
-        self._group.all_gather(of_ranks.view(-1), [rank * terms.numel() for rank in range(ranks + 1)]).wait()
-        return of_ranks
-
-    def sum(self, tensor: Tensor) -> None:
-        """Sum a tensor over the ranks, in place.
-
-        Collective: the group.
-        """
-        self._group.all_reduce(tensor).wait()
-
-
 _BLOCK_BYTES, _DEVICE_BLOCK_BYTES = 1 << 20, 1 << 26
 """Tokens are worked on in blocks of about this size: what is made on the way stays in a CPU's cache, and is small."""
 
@@ -172,18 +132,16 @@ class _CrossEntropy(torch.autograd.Function):
         logits: Tensor,
         labels: Tensor,
         is_counted: Tensor,
-        first: int,
-        group: RankGroup,
+        vocabulary: ByVocabulary,
         spread: float,
-        num_classes: int,
     ) -> Tensor:
+        num_classes = vocabulary.size
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        local = labels - first
+        local = labels - vocabulary.first
         is_elsewhere = (local < 0) | (local >= logits.shape[-1])
         index = local.masked_fill_(is_elsewhere, 0).unsqueeze(-1)
         num_tokens = labels.numel()
-        terms = torch.empty((group.size, 3, num_tokens), dtype=dtype, device=logits.device)
-        own = terms[group.rank]
+        own = torch.empty((3, num_tokens), dtype=dtype, device=logits.device)
         for block in _blocks(logits):
             values = logits[block].to(dtype)
             # Where all logits are -inf, so would be their differences to it not be numbers.
@@ -194,8 +152,7 @@ class _CrossEntropy(torch.autograd.Function):
                 own[2, block] = values.sum(-1) * (spread / num_classes)
         of_label = logits.gather(-1, index).squeeze(-1).masked_fill(is_elsewhere, 0)
         own[2] = own[2].add_(of_label, alpha=1 - spread) if spread else of_label
-        bounds = [rank * 3 * num_tokens for rank in range(group.size + 1)]
-        group.all_gather(terms.view(-1), bounds).wait()
+        terms = vocabulary.gather(own)
         # Kept apart from the largest logit: added to a large one they would lose the small differences.
         largest = terms[:, 0].amax(0)
         normalizer = (terms[:, 1] * (terms[:, 0] - largest).exp_()).sum(0).log_()
@@ -217,7 +174,7 @@ class _CrossEntropy(torch.autograd.Function):
                 softmax.sub_(ctx.spread / ctx.num_classes)
             softmax.mul_(weight[block]).scatter_add_(-1, index[block], of_label[block])
             of_logits[block] = softmax
-        return of_logits, None, None, None, None, None, None
+        return of_logits, None, None, None, None
 
 
 def _blocks(logits: Tensor) -> list[slice]:
@@ -230,10 +187,8 @@ def _blocks(logits: Tensor) -> list[slice]:
 def vocabulary_cross_entropy(
     logits: Tensor,
     labels: Tensor,
-    first: int,
-    group: RankGroup,
+    vocabulary: ByVocabulary,
     *,
-    num_classes: int,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
@@ -242,9 +197,7 @@ def vocabulary_cross_entropy(
     Args:
         logits: Shape ``(tokens, local vocabulary)``.
         labels: Shape ``(tokens,)``, indices of the whole vocabulary.
-        first: Index of the first local logit in the whole vocabulary.
-        group: The tensor parallel ranks.
-        num_classes: Length of the whole vocabulary.
+        vocabulary: How the ranks share it.
         ignore_index: Label of tokens that don't count.
         label_smoothing: Share of each label that is spread evenly over the vocabulary.
 
@@ -254,9 +207,9 @@ def vocabulary_cross_entropy(
     Collective: the group.
     """
     is_counted = labels != ignore_index
-    known = within_bounds(labels.masked_fill(~is_counted, 0), num_classes, "Target")
+    known = within_bounds(labels.masked_fill(~is_counted, 0), vocabulary.size, "Target")
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, known, is_counted, first, group, label_smoothing, num_classes
+        logits, known, is_counted, vocabulary, label_smoothing
     )
     return losses
 
@@ -270,25 +223,41 @@ class ByVocabulary(LogitsPartition):
 
     Attributes:
         sizes: As above.
+        size: Length of the whole vocabulary.
+        first: Index of the first local logit in it.
+        largest_size: Length of the longest part.
     """
 
     def __init__(self, sizes: Sequence[int], group: RankGroup) -> None:
         super().__init__(group)
         self.sizes = tuple(sizes)
+        self.size, self.first, self.largest_size = sum(sizes), sum(sizes[: group.rank]), max(sizes)
 
-    @property
-    def first(self) -> int:
-        """Index of the first local logit in the whole vocabulary."""
-        return sum(self.sizes[: self.group.rank])
+    def check(self, labels: Tensor) -> None:
+        """Raise for labels outside of the whole vocabulary; see `within_bounds`."""
+        within_bounds(labels, self.size, "Target")
 
-    @property
-    def num_classes(self) -> int:
-        """Length of the whole vocabulary."""
-        return sum(self.sizes)
+    def gather(self, terms: Tensor) -> Tensor:
+        """Return the ranks' terms, one after the other along a new first dimension.
+
+        Collective: the group.
+        """
+        ranks = self.group.size
+        of_ranks = terms.new_empty((ranks, *terms.shape))
+        of_ranks[self.group.rank] = terms
+        self.group.all_gather(of_ranks.view(-1), [rank * terms.numel() for rank in range(ranks + 1)]).wait()
+        return of_ranks
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sum a tensor over the ranks, in place.
+
+        Collective: the group.
+        """
+        self.group.all_reduce(tensor).wait()
 
     def shape(self, local: torch.Size) -> torch.Size:
         """Return the shape of all logits, given that of a part."""
-        return torch.Size((*local[:-1], self.num_classes))
+        return torch.Size((*local[:-1], self.size))
 
     def gathered(self, local: Tensor) -> Tensor:
         """Return the logits of the whole vocabulary.
@@ -299,7 +268,7 @@ class ByVocabulary(LogitsPartition):
 
     def shown(self) -> str:
         """Return what is here of what."""
-        return f"{self.first}:{self.first + self.sizes[self.group.rank]} of {self.num_classes} logits"
+        return f"{self.first}:{self.first + self.sizes[self.group.rank]} of {self.size} logits"
 
     def answer(self, func: Callable[..., Any], source: SplitLogits, args: Sequence[Any], named: dict[str, Any]) -> Any:
         """Return what a function answers from the parts, if it leaves the vocabulary alone or is made for parts."""
@@ -322,9 +291,7 @@ def _view(source: SplitLogits, *shape: Any, **_: Any) -> Any:
     lead = Tensor.size(source)[:-1]
     if not shape or any(not isinstance(size, int) for size in shape):
         return NotImplemented
-    if shape[-1] == _partition(source).num_classes or (
-        shape[-1] == -1 and torch.Size(shape[:-1]).numel() == lead.numel()
-    ):
+    if shape[-1] == _partition(source).size or (shape[-1] == -1 and torch.Size(shape[:-1]).numel() == lead.numel()):
         return _like(Tensor.reshape(source, (*shape[:-1], Tensor.size(source, -1))), source)
     return NotImplemented
 
@@ -390,7 +357,7 @@ def _cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         msg = f"`label_smoothing={label_smoothing}` is not between 0 and 1."
         raise ValueError(msg)
-    num_classes = _partition(logits).num_classes
+    num_classes = _partition(logits).size
     if weight is not None and tuple(weight.shape) != (num_classes,):
         msg = f"`weight` has shape {tuple(weight.shape)}, but there are {num_classes} classes. Give each of them one."
         raise ValueError(msg)
@@ -398,9 +365,7 @@ def _cross_entropy(
     losses = vocabulary_cross_entropy(
         local.view(-1, local.shape[-1]),
         labels,
-        _partition(logits).first,
-        _partition(logits).group,
-        num_classes=num_classes,
+        _partition(logits),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
     )
