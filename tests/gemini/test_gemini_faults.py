@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import matrix, named
+from patience import unhindered_seconds
 
 import booster_runtime
 from booster_core import Booster
@@ -193,7 +195,10 @@ def descriptors_after(folder):
         run = boost(folder, **DISK)
         step(*run)
         del run
-        return during, closed, count()
+        end = unhindered_seconds() + 10
+        while (left := count()) and unhindered_seconds() < end:  # the disk's threads end a write first
+            time.sleep(0.01)
+        return during, closed, left
     finally:
         gc.enable()
 

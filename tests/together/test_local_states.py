@@ -110,6 +110,10 @@ def test_an_optimizers_state_is_loaded_by_the_rank_that_it_is_of(name, tmp_path)
     whole = Booster("cpu").boost(model, torch.optim.Adam(model.parameters())).optimizer
     with pytest.raises(CheckpointError, match=r"that of rank 0 of 2 .*, and here it is whole.*booster.save_optimizer"):
         whole.load_state_dict(torch.load(tmp_path / f"{name}-0.pt"))
+    plain = torch.optim.Adam(model.parameters())
+    for state in (saved := torch.load(tmp_path / f"{name}-0.pt"), copy.deepcopy(saved), copy.copy(saved)):
+        with pytest.raises(CheckpointError, match=r"that of rank 0 of 2 .*, and an optimizer of the whole model would"):
+            plain.load_state_dict(state)
 
 
 def test_an_optimizers_whole_state_is_any_ranks(tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -34,6 +34,34 @@ if TYPE_CHECKING:
 
 _PART = "booster_part"
 """In a state dict: whose part of the optimizer's state it is."""
+
+
+class PartialState(dict[str, Any]):
+    """What one rank holds of an optimizer's state; an optimizer that is not boosted refuses to load it.
+
+    Every optimizer of torch copies what it loads, and would take a part for the whole.
+    """
+
+    def copy(self) -> NoReturn:
+        """Refuse to be loaded by an optimizer of the whole model.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        msg = (
+            f"This optimizer's state is {_described(self[_PART])}, and an optimizer of the whole model would take it "
+            "for its own. Save by `booster.save_optimizer` on every rank, and load by `load_optimizer`, with "
+            "`Booster()` also in one process."
+        )
+        raise CheckpointError(msg)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what makes it again, of ``torch.load`` as well."""
+        del protocol
+        return PartialState, (dict(self),)
+
+
+torch.serialization.add_safe_globals([PartialState])
 
 
 def _described(part: Mapping[str, Any] | None) -> str:
@@ -190,7 +218,8 @@ class OptimizerWrapper(Optimizer):
         Where that is a part of the state, it says whose.
         """
         part = self._part()
-        return self.optim.state_dict() | ({} if part is None else {_PART: part})
+        state = self.optim.state_dict()
+        return state if part is None else PartialState(state | {_PART: part})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the optimizer inside as this rank holds it; see `Booster.load_optimizer` for files.
@@ -209,7 +238,7 @@ class OptimizerWrapper(Optimizer):
                 "`load_optimizer` or `load_checkpoint`, on every rank."
             )
             raise CheckpointError(msg)
-        self.optim.load_state_dict(state_dict)
+        self.optim.load_state_dict(dict(state_dict))
 
     def _part(self) -> dict[str, Any] | None:
         """Return whose part of the state this rank holds; ``None`` where it holds all of it."""
