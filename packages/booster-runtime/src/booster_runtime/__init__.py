@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from booster_runtime.compiling import compile_layers
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
-    from booster_runtime.data.mixing import MixedStreams
-    from booster_runtime.data.packing import FirstFitDocuments, PackedDocuments, cu_seq_lens, document_mask
+    from booster_runtime.data.packing import PackedDocuments, cu_seq_lens, document_mask
     from booster_runtime.exported_tensors import whole_parameters
     from booster_runtime.float8 import convert_to_float8
     from booster_runtime.lazy import LazyInitContext
@@ -31,9 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Evaluation",
-    "FirstFitDocuments",
     "LazyInitContext",
-    "MixedStreams",
     "Muon",
     "PackedDocuments",
     "StopSignal",
@@ -71,8 +68,7 @@ __getattr__, __dir__ = public_names(
         ".compiling": ["compile_layers"],
         ".causal_lm_loss": ["enable_linear_cross_entropy"],
         ".data.batches": ["to_device"],
-        ".data.mixing": ["MixedStreams"],
-        ".data.packing": ["FirstFitDocuments", "PackedDocuments", "cu_seq_lens", "document_mask"],
+        ".data.packing": ["PackedDocuments", "cu_seq_lens", "document_mask"],
         ".data.metrics": ["gather_for_metrics", "reduce"],
         ".moving_average": ["ema"],
         ".exported_tensors": ["whole_parameters"],
