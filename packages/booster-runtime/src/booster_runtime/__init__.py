@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from booster_runtime.data.metrics import gather_for_metrics, reduce
     from booster_runtime.data.packing import PackedDocuments, cu_seq_lens, document_mask
     from booster_runtime.exported_tensors import whole_parameters
-    from booster_runtime.float8 import convert_to_float8
     from booster_runtime.lazy import LazyInitContext
     from booster_runtime.loops import Evaluation, StopSignal, accumulate, evaluate_batch, join, train_batch
     from booster_runtime.moving_average import ema
@@ -37,7 +36,6 @@ __all__ = [
     "accumulate",
     "check_replicas",
     "compile_layers",
-    "convert_to_float8",
     "cu_seq_lens",
     "disable_activation_checkpointing",
     "document_mask",
@@ -72,7 +70,6 @@ __getattr__, __dir__ = public_names(
         ".data.metrics": ["gather_for_metrics", "reduce"],
         ".moving_average": ["ema"],
         ".exported_tensors": ["whole_parameters"],
-        ".float8": ["convert_to_float8"],
         ".whole_tensors": ["full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"],
         ".muon": ["Muon"],
         ".lazy": ["LazyInitContext"],
