@@ -1,7 +1,4 @@
-"""Replicas that drift are found, with the tensor, the ranks and the step."""
-
-import gc
-import weakref
+"""Replicas that drift are found, with the tensor and the ranks."""
 
 import pytest
 import torch
@@ -48,47 +45,28 @@ def step(booster, model, optimizer):
 
 def train_checked(name):
     booster, model, optimizer = boost(name)
-    with check_replicas(booster, model, every=1) as check:
-        for _ in range(3):
-            step(booster, model, optimizer)
-    step(booster, model, optimizer)
-    return check.steps
+    for _ in range(3):
+        step(booster, model, optimizer)
+        check_replicas(booster, model)
 
 
 @matrix(["ddp"], name=PLUGINS)
-def test_equal_replicas_pass_and_a_closed_check_counts_no_more(name):
-    assert run_on_ranks(train_checked, 2, name) == [3, 3]
-
-
-def check_and_drop(name):
-    booster, model, optimizer = boost(name)
-    check_replicas(booster, model, every=1)
-    step(booster, model, optimizer)
-    seen = weakref.ref(model), weakref.ref(model.unwrap())
-    del booster, model, optimizer
-    gc.collect()
-    return [each() is None for each in seen]
-
-
-@pytest.mark.parametrize("name", PLUGINS)
-def test_a_check_that_is_open_keeps_no_model(name):
-    assert run_on_ranks(check_and_drop, 2, name) == [[True, True]] * 2
+def test_equal_replicas_pass(name):
+    run_on_ranks(train_checked, 2, name)
 
 
 def drift(name, what):
     booster, model, optimizer = boost(name)
-    check_replicas(booster, model, every=2)
     first = DistCoordinator().rank == 0
-    step(booster, model, optimizer)
     step(booster, model, optimizer)
     with torch.no_grad():
         if what == "parameter" and first:
             dict(unwrap_model(model).named_parameters())[REPLICATED][0] += 1e-6
         elif what == "random" and first:
             torch.rand(())
-    step(booster, model, optimizer)  # not checked
+    step(booster, model, optimizer)
     try:
-        step(booster, model, optimizer)
+        check_replicas(booster, model)
     except GradientError as error:
         return str(error)
     return None
@@ -105,7 +83,6 @@ def drift(name, what):
 def test_a_drift_is_named_on_every_rank(name, what, message):
     messages = run_on_ranks(drift, 2, name, what)
     assert messages[0] == messages[1]
-    assert "differ after step 4; they were equal after step 2" in messages[0]
     assert message in messages[0]
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 
 from device_runs.cases import CannotRun
 from device_runs.parts import Part, case_of
 from device_runs.small import (
-    Decoder,
     Run,
     assert_same_bits,
     exact_sgd,
@@ -97,8 +95,6 @@ def train_in_8_bits(setting: Setting, *, plugin: str, options: dict[str, Any]) -
         raise CannotRun(msg)
     from torchao.float8 import convert_to_float8_training
 
-    from booster_runtime import convert_to_float8
-
     def chosen(name: str) -> bool:
         return "layers" in name
 
@@ -114,29 +110,10 @@ def train_in_8_bits(setting: Setting, *, plugin: str, options: dict[str, Any]) -
         optimizer.zero_grad()
         expected.append(float(loss.detach()))
     model = make_decoder(setting)
-    assert convert_to_float8(model, lambda name, _: chosen(name))
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: chosen(name))
     losses = Run(setting, plugin, options, "bf16", model=model, make_optimizer=exact_sgd).train(STEPS)
     close = [abs(a - b) <= 2**-5 * abs(b) for a, b in zip(losses, expected, strict=True)]
     assert all(close), (losses, expected)
-
-
-def refuse_8_bits(setting: Setting) -> None:
-    """Without torchao the error says what to install, and nothing is changed."""
-    from booster_core.errors import ConfigError
-    from booster_runtime import convert_to_float8
-
-    try:
-        import torchao  # noqa: F401
-    except ImportError:
-        pass
-    else:
-        msg = "torchao is installed"
-        raise CannotRun(msg)
-    model = Decoder()
-    kinds = [type(module) for module in model.modules()]
-    with pytest.raises(ConfigError, match="pip install torchao"):
-        convert_to_float8(model)
-    assert [type(module) for module in model.modules()] == kinds
 
 
 CASES = [
@@ -165,7 +142,6 @@ CASES = [
                 Part(name, train_in_8_bits, {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1]}, only_on="cuda")
                 for name in ("ddp", "fsdp", "zero 2", "gemini")
             ),
-            Part("without torchao", refuse_8_bits),
         ],
     ),
 ]

@@ -81,7 +81,7 @@ def reading_calls(booster, model, optimizer, batch, folder):
         "save_pretrained": lambda: model.save_pretrained(f"{folder}/pretrained"),
         "full_gradient": lambda: [full_gradient(booster, model, name) for name in names],
         "full_state": lambda: full_state(booster, model, names[0], "exp_avg"),
-        "check_replicas": lambda: check_replicas(booster, model).check(),
+        "check_replicas": lambda: check_replicas(booster, model),
         "evaluate_batch": lambda: evaluate(booster, model, batch),
     }
     if hasattr(model, "peft_config"):

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from booster_runtime.compiling import compile_layers
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
-    from booster_runtime.data.mixing import MixedStreams
-    from booster_runtime.data.packing import FirstFitDocuments, PackedDocuments, cu_seq_lens, document_mask
+    from booster_runtime.data.packing import PackedDocuments, cu_seq_lens, document_mask
     from booster_runtime.exported_tensors import whole_parameters
-    from booster_runtime.float8 import convert_to_float8
     from booster_runtime.lazy import LazyInitContext
     from booster_runtime.loops import Evaluation, StopSignal, accumulate, evaluate_batch, join, train_batch
     from booster_runtime.moving_average import ema
@@ -31,16 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Evaluation",
-    "FirstFitDocuments",
     "LazyInitContext",
-    "MixedStreams",
     "Muon",
     "PackedDocuments",
     "StopSignal",
     "accumulate",
     "check_replicas",
     "compile_layers",
-    "convert_to_float8",
     "cu_seq_lens",
     "disable_activation_checkpointing",
     "document_mask",

@@ -1,17 +1,13 @@
-"""``save_pretrained`` and ``push_to_hub`` of a boosted model: the last line of most scripts for Hugging Face models.
+"""``save_pretrained`` of a boosted model: the last line of most scripts for Hugging Face models.
 
-The libraries' own methods write what this process holds, which is a part of the model under strategies that shard. On
-the model that `boost` returned they become `Booster.save_model`, or `Booster.save_lora_as_pretrained` for adapters. On
-the user's own model they raise wherever that does not hold the values.
+The libraries' own method writes what this process holds, which is a part of the model under strategies that shard. On
+the model that `boost` returned it becomes `Booster.save_model`, or `Booster.save_lora_as_pretrained` for adapters. On
+the user's own model it raises wherever that does not hold the values.
 """
 
 from __future__ import annotations
 
 import functools
-import platform
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +19,7 @@ from booster_core.state import ReplicatedStateAdapter, is_adapted, library_of, o
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from torch import nn
 
@@ -30,8 +27,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import ModelWrapper
 
 _UPLOAD = (
-    "Call `push_to_hub` of the boosted model, or save into a folder, and upload that by "
-    "`huggingface_hub.upload_folder` on one rank"
+    "Save into a folder, call `booster.wait()`, and upload the folder by `huggingface_hub.upload_folder` on one rank"
 )
 _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "state_dict": ((None,), "The values are taken from the model, wherever they are: leave `state_dict` out"),
@@ -85,7 +81,7 @@ def take_over(boosted: ModelWrapper, booster: Booster) -> None:
     if save is not None:
         # Made when it is asked for: a method that the model kept would keep the model alive.
         boosted.replace_method("save_pretrained", functools.partial(functools.partial, save, booster))
-        boosted.replace_method("push_to_hub", functools.partial(functools.partial, _push, save, booster))
+        boosted.replace_method("push_to_hub", lambda _: _refuse_upload)
     elif not holds_values:
         remedy = (
             "Call `booster.save_model(model, 'model.safetensors')` on every rank, and load that file's tensors by "
@@ -107,6 +103,12 @@ class _Refusal:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
         raise ConfigError(self._text)
+
+
+def _refuse_upload(*_: Any, **__: Any) -> None:
+    """Stand for ``push_to_hub``, which would upload what this rank holds, from each rank."""
+    msg = f"`push_to_hub` of a boosted model uploads nothing. {_UPLOAD}."
+    raise ConfigError(msg)
 
 
 def _save_model(
@@ -185,83 +187,6 @@ def _save_adapters(
         selected_adapters=selected_adapters,
         save_embedding_layers=save_embedding_layers,
     )
-
-
-def _push(
-    save: Callable[..., None],
-    booster: Booster,
-    model: ModelWrapper,
-    repo_id: str,
-    *,
-    folder: str | Path | None = None,
-    commit_message: str | None = None,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    **options: Any,
-) -> str:
-    """Write a model as ``save_pretrained`` does, and upload the files from rank 0.
-
-    Args:
-        save: Writes it into a folder.
-        booster: The Booster.
-        model: The boosted model.
-        repo_id: Where to, such as ``"name/model"``; made where there is none.
-        folder: An empty folder that all hosts see, which keeps the files; by default a temporary one.
-        commit_message: Of the commit.
-        private: Whether a new repository is private.
-        token: For the Hub; by default that of the login.
-        revision: Branch.
-        create_pr: Open a pull request instead.
-        **options: As for ``save_pretrained``.
-
-    Returns:
-        The commit's address, on every rank.
-
-    Raises:
-        ConfigError: If huggingface_hub is not installed, the folder has files, or there are hosts, and no folder that
-            they share.
-        CheckpointError: If the model can't be written.
-        RankFailedError: On the other ranks, if the upload fails on rank 0.
-
-    Collective: every rank of the world.
-    """
-    coordinator = booster.context.coordinator
-    num_hosts = len(set(coordinator.all_gather_object(platform.node())))
-    with coordinator.together("push_to_hub"):
-        try:
-            import huggingface_hub
-        except ImportError as error:
-            msg = "`push_to_hub` needs huggingface_hub. Run `pip install huggingface_hub`."
-            raise ConfigError(msg) from error
-        if num_hosts > 1 and folder is None:
-            msg = f"Ranks on {num_hosts} hosts write the files: pass `folder`, a new one that all of them see."
-            raise ConfigError(msg)
-        if folder is not None and Path(folder).exists() and any(Path(folder).iterdir()):
-            msg = f"`folder='{folder}'` has files, which would be uploaded too. Pass a new folder."
-            raise ConfigError(msg)
-    is_first = coordinator.is_master()
-    made = tempfile.mkdtemp() if is_first and folder is None else None
-    place = coordinator.broadcast_object(made if folder is None else str(folder), name="push_to_hub")
-    try:
-        save(booster, model, place, **options)
-        booster.wait()
-        address = ""
-        with coordinator.together("push_to_hub"):
-            if is_first:
-                hub = huggingface_hub.HfApi(token=token)
-                name = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
-                message = commit_message or "Upload model"
-                done = hub.upload_folder(
-                    repo_id=name, folder_path=place, commit_message=message, revision=revision, create_pr=create_pr
-                )
-                address = str(done.commit_url)
-    finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
-    found: str = coordinator.broadcast_object(address, name="push_to_hub")
-    return found
 
 
 def _agree(booster: Booster, check: Callable[[], None], *, is_main_process: bool) -> None:

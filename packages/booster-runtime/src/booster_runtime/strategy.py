@@ -14,7 +14,7 @@ from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, Plugin
 from booster_runtime.data.shard import compare_splits, shard_dataloader
 from booster_runtime.data.watches import watch_first_batch
 from booster_runtime.frozen import frozen_parameters, watch_frozen
-from booster_runtime.lazy.boosting import begin_lazy, check_not_taken, compare_models, describe_lazy
+from booster_runtime.lazy.boosting import begin_lazy, check_not_taken, compare_models
 from booster_runtime.lora import check_adapters, drop_frozen
 from booster_runtime.replicas import compare_parameters
 from booster_runtime.save_pretrained import take_over
@@ -37,7 +37,7 @@ STRATEGY_TRAINING = SYNCHRONOUS_TRAINING | {Capability.LAZY_INIT, Capability.LOR
 """What strategies can do that train as one process does, on every device and in every precision."""
 
 _LOSS_SCALE = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale")
-_FP8 = "convert linear layers before `boost`, by `booster_runtime.convert_to_float8(model)`"
+_FP8 = "convert linear layers before `boost`, by `torchao.float8.convert_to_float8_training(model)`"
 OF_LOSS_SCALE = {
     name: f"pass `precision=PrecisionPolicy.parse('fp16', loss_scale=LossScaleConfig({name}=...))`"
     for name in _LOSS_SCALE
@@ -191,6 +191,5 @@ class Strategy(Plugin):
             )
 
     def describe_model(self, model: ModelWrapper) -> Sequence[str]:
-        """Say how gradients are summed, and which operations of a lazy model's construction could not be recorded."""
-        module = model.unwrap()
-        return [*describe_reductions([module]), *describe_lazy([module])]
+        """Say how gradients are summed."""
+        return describe_reductions([model.unwrap()])
