@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 
 import pytest
 import torch
 from cases import (
+    Case,
     Setting,
     assert_equals_one_process,
+    assert_same_training,
+    itself,
+    train_boosted,
+    train_plainly,
     zoo_case,
 )
 from isolated_libraries import import_quietly
@@ -22,8 +28,9 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_runtime import enable_activation_checkpointing, full_gradient
+from booster_runtime import FirstFitDocuments, cu_seq_lens, enable_activation_checkpointing, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
 
 ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
@@ -197,6 +204,56 @@ def packed(options):
 @MODES
 def test_packed_documents_train_as_separate_ones(options):
     run_on_ranks(packed, 2, options)
+
+
+def fitted_rows(number, replica):
+    """Return rows of first fit, of which each replica has two a step."""
+    lengths = torch.Generator().manual_seed(3)
+    documents = [
+        torch.randint(3, 64, (int(length),), generator=lengths).tolist()
+        for length in torch.randint(1, 12, (60,), generator=lengths)
+    ]
+    rows = list(FirstFitDocuments(documents, 16, window=8, step_rows=4))[4 * number + 2 * replica :][:2]
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def llama_of_documents():
+    """Return a model that runs each document alone, whole and without padding: the mean loss of all their tokens."""
+    model = tiny_llama()
+    whole = model.forward
+
+    def forward(input_ids, position_ids, labels):
+        sums, count = 0.0, 0
+        for tokens, positions, wanted in zip(input_ids, position_ids, labels, strict=True):
+            for start, stop in itertools.pairwise(cu_seq_lens(positions)["cu_seq_lens_q"].tolist()):
+                if number := int((wanted[start:stop] != -100).sum()):
+                    loss = whole(input_ids=tokens[None, start:stop], labels=wanted[None, start:stop]).loss
+                    sums, count = sums + number * loss, count + number
+        return sums / count
+
+    model.forward = forward
+    return model
+
+
+FITTED = {
+    "all_to_all": ULYSSES,
+    "ring_attn": RING,
+    "split_gather": SPLIT,
+    "tp": {"tp_size": 2},
+    "pp": {"pp_size": 2, "num_microbatches": 2},
+    "dp": {"zero_stage": 1},
+    "dp and ring": {**RING, "zero_stage": 2},
+}
+
+
+@matrix(["all_to_all", "ring_attn", "pp"], options=named(FITTED.values(), FITTED))
+def test_rows_by_first_fit_train_as_documents_alone(options):
+    packed = Case(build=tiny_llama, batch=fitted_rows, steps=2)
+    apart = Case(build=llama_of_documents, batch=fitted_rows, loss=itself, steps=2)
+    num_ranks = 4 if options.get("zero_stage") == 2 else 2
+    setting = Setting(HybridParallelPlugin, options, num_ranks)
+    for result in run_on_ranks(train_boosted, num_ranks, packed, setting, timeout_seconds=120):
+        assert_same_training(result.trained, train_plainly(apart, result.num_replicas), packed)
 
 
 def copied(options):

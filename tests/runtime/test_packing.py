@@ -1,12 +1,16 @@
 """Documents packed into rows: every token once, documents apart, positions restored."""
 
+import random
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from booster_core import Booster
-from booster_core.errors import ConfigError
-from booster_runtime import PackedDocuments, cu_seq_lens, document_mask
+from booster_core.errors import CheckpointError, ConfigError
+from booster_runtime import FirstFitDocuments, PackedDocuments, cu_seq_lens, document_mask
+from booster_runtime.data.packing import first_fit
+from booster_runtime.data.shard import split_dataloader
 from booster_testing.models import tiny_llama
 
 DOCUMENTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [13], [14, 15], [16, 17, 18, 19]]
@@ -101,6 +105,129 @@ def test_documents_may_have_labels_of_their_own():
 def test_a_row_has_tokens():
     with pytest.raises(ConfigError, match="length=0"):
         PackedDocuments(DOCUMENTS, 0)
+
+
+def fitted(documents=DOCUMENTS, length=9, **settings):
+    return FirstFitDocuments(documents, length, **{"window": 2, "pad_token_id": 99, **settings})
+
+
+def many(count=150, longest=60):
+    """Documents of which most are short; no token comes twice."""
+    drawn = random.Random(4)
+    lengths = [1 + int(longest * drawn.random() ** 3) for _ in range(count)]
+    return [list(range(1000 * number, 1000 * number + length)) for number, length in enumerate(lengths)]
+
+
+def costs_of(rows):
+    """Return the sums of squares of the lengths of rows' documents."""
+    return [int(cu_seq_lens(row["position_ids"])["cu_seq_lens_q"].diff().square().sum()) for row in rows]
+
+
+def test_the_first_row_with_room_takes_the_longest_that_is_left():
+    lengths = [3, 9, 1, 2, 4]
+    assert first_fit(lengths, 9) == [[0, 3, 4], [1], [2]]
+    assert first_fit([], 9) == []
+    drawn = [len(each) for each in many()]
+    rows = first_fit(drawn, 60)
+    open_rows = []  # the definition, by looking at every row
+    for index in sorted(range(len(drawn)), key=lambda index: -drawn[index]):
+        home = next((row for row in open_rows if sum(drawn[each] for each in row) + drawn[index] <= 60), None)
+        open_rows.append([index]) if home is None else home.append(index)
+    assert rows == sorted(sorted(row) for row in open_rows)
+
+
+def test_rows_by_first_fit_have_whole_documents_and_padding():
+    assert sorted(rows_of(fitted()), key=str) == [
+        {
+            "input_ids": [1, 2, 3, 14, 15, 16, 17, 18, 19],
+            "position_ids": [0, 1, 2, 0, 1, 0, 1, 2, 3],
+            "labels": [-100, 2, 3, -100, 15, -100, 17, 18, 19],
+        },
+        {"input_ids": [13] + [99] * 8, "position_ids": [0, *range(8)], "labels": [-100] * 9},
+        {"input_ids": list(range(4, 13)), "position_ids": list(range(9)), "labels": [-100, *range(5, 13)]},
+    ]
+
+
+@pytest.mark.parametrize(("window", "filled"), [(4, 0.85), (32, 0.97)])
+def test_first_fit_hands_out_every_token_once_and_cuts_what_is_longer_than_a_row(window, filled):
+    documents = [*many(), list(range(500_000, 500_150))]
+    rows = rows_of(FirstFitDocuments(documents, 60, window=window, step_rows=4, pad_token_id=-1))
+    found = sorted(token for row in rows for token in row["input_ids"] if token >= 0)
+    assert found == sorted(token for document in documents for token in document)
+    for row in rows:
+        starts = [number for number, position in enumerate(row["position_ids"]) if position == 0]
+        pieces = [row["input_ids"][start:stop] for start, stop in zip(starts, [*starts[1:], 60], strict=True)]
+        assert all(piece in documents or piece[0] >= 500_000 or piece[0] == -1 for piece in pieces)
+    assert len(found) / (60 * len(rows)) > filled
+
+
+def test_ranks_wait_little_for_each_other_in_a_step():
+    def waits(documents):
+        """Return what the costlier row of a step of two ranks costs, of the mean, over all steps."""
+        loaders = [
+            split_dataloader(DataLoader(documents, batch_size=None), rank=rank, world_size=2, seed=3)
+            for rank in range(2)
+        ]
+        costs = list(zip(*map(costs_of, loaders), strict=True))
+        return sum(map(max, costs)) / sum(sum(each) / 2 for each in costs)
+
+    documents = many(600)
+    balanced = waits(FirstFitDocuments(documents, 60, window=32, step_rows=2))
+    assert balanced < 1.1 < waits(FirstFitDocuments(documents, 60, window=32))
+    assert balanced < waits(PackedDocuments(documents, 60))
+
+
+@pytest.mark.parametrize("kind", [Documents, Telling])
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 5, 9])
+def test_a_position_inside_of_a_window_is_restored(kind, num_rows):
+    def made():
+        return FirstFitDocuments(kind(many(60)), 60, window=4, step_rows=2)
+
+    expected = rows_of(made())
+    first, second = made(), made()
+    iterator = iter(first)
+    for _ in range(num_rows):
+        next(iterator)
+    second.load_state_dict(first.state_dict())
+    second.load_state_dict(second.state_dict())
+    assert rows_of(second) == expected[num_rows:]
+    assert rows_of(second) == expected
+    first.set_epoch(1)
+    assert rows_of(first) != expected, "steps come in another order"
+    assert sorted(map(str, rows_of(first))) == sorted(map(str, expected))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2)])
+def test_any_number_of_ranks_goes_on_at_any_row(before, after):
+    def ranks(number):
+        return [
+            split_dataloader(
+                DataLoader(FirstFitDocuments(many(60), 60, window=4), batch_size=1),
+                rank=rank,
+                world_size=number,
+                seed=3,
+            )
+            for rank in range(number)
+        ]
+
+    seen = []
+    saving, loading = ranks(before), ranks(after)
+    for loader in saving:
+        iterator = iter(loader)
+        seen += [next(iterator)["input_ids"].tolist() for _ in range(3)]
+    for loader in loading:
+        loader.load_state_dict(saving[0].state_dict())
+        seen += [row for batch in loader for row in loader.without_padding(batch["input_ids"])[None].tolist() if row]
+    rows = rows_of(FirstFitDocuments(many(60), 60, window=4))
+    assert sorted(seen) == sorted([row["input_ids"]] for row in rows)
+
+
+def test_rows_packed_in_another_way_are_refused():
+    state = fitted().state_dict()
+    with pytest.raises(CheckpointError, match=r"'window': 2.*'window': 4.*Pack them as"):
+        fitted(window=4).load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"`window=2` is no multiple of `step_rows=3`"):
+        fitted(step_rows=3)
 
 
 def test_masks_and_bounds_of_documents():

@@ -21,7 +21,7 @@ from torch.utils.data import (
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_runtime import PackedDocuments, gather_for_metrics
+from booster_runtime import MixedStreams, PackedDocuments, gather_for_metrics
 from booster_testing import expect_on_ranks, run_on_ranks
 
 
@@ -247,8 +247,8 @@ class SplitStream(IterableDataset):
 def load_split(attribute, world_size, how):
     booster = Booster("cpu", plugin=ReferencePlugin())
     data = SplitStream(attribute, world_size)
-    if how == "packed":
-        data = PackedDocuments(data, 2)
+    if how == "packed mixture":
+        data = PackedDocuments(MixedStreams([(range(4), 1.0), (data, 1.0)], seed=0), 2)
     if how == "boost":
         loader = booster.boost(nn.Linear(2, 2), dataloader=DataLoader(data, batch_size=2)).dataloader
     else:
@@ -257,7 +257,7 @@ def load_split(attribute, world_size, how):
 
 
 @pytest.mark.parametrize("attribute", ["_distributed", "distributed"])
-@pytest.mark.parametrize("how", ["boost", "prepare_dataloader", "packed"])
+@pytest.mark.parametrize("how", ["boost", "prepare_dataloader", "packed mixture"])
 def test_a_data_set_that_tells_that_it_is_split_raises(attribute, how):
     match = r"split between 2 ranks already.*Leave `split_dataset_by_node` out"
     expect_on_ranks(ConfigError, match, load_split, 2, attribute, 2, how)

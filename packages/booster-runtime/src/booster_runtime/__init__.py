@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from booster_runtime.compiling import compile_layers
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
-    from booster_runtime.data.packing import PackedDocuments, cu_seq_lens, document_mask
+    from booster_runtime.data.mixing import MixedStreams
+    from booster_runtime.data.packing import FirstFitDocuments, PackedDocuments, cu_seq_lens, document_mask
     from booster_runtime.exported_tensors import whole_parameters
     from booster_runtime.lazy import LazyInitContext
     from booster_runtime.loops import Evaluation, StopSignal, accumulate, evaluate_batch, join, train_batch
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Evaluation",
+    "FirstFitDocuments",
     "LazyInitContext",
+    "MixedStreams",
     "Muon",
     "PackedDocuments",
     "StopSignal",
