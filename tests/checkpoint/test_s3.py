@@ -1,14 +1,9 @@
 """Checkpoints at an S3 server on this machine, through a proxy that is slow, fails, or cuts connections."""
 
 import os
-import re
-import subprocess
-import sys
 import tempfile
-import textwrap
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import parse_qs
 
 import pytest
 import torch
@@ -16,7 +11,7 @@ from engine_calls import EngineCalls
 from matrix import matrix
 from resumable import ResumableRun as Run
 from synthetic_state import LAYOUTS, SyntheticAdapter
-from tests.shared.s3_server import Fault, environment, need_server, put_by_http
+from tests.shared.s3_server import Fault, environment, need_server
 
 from booster_checkpoint.storage import locate, obstore_storage
 from booster_core import Booster
@@ -265,47 +260,6 @@ def test_a_model_whose_last_parts_fail_counts_as_interrupted(s3):
     expect_on_s3(s3, CheckpointError, "interrupted", load_wide_model, url)
     run_on_s3(s3, 2, save_wide_model, url, 3.0)
     assert run_on_s3(s3, 2, load_wide_model, url) == [{3.0}, {3.0}]
-
-
-@pytest.mark.slow  # counts requests
-def test_a_save_lists_its_own_steps_alone(s3):
-    """Neither what a run below it holds is listed, nor is it in the way that a key there can't be."""
-    storage = locate(BUCKET).storage
-    for key in ("shared/data/a", "shared/trial/step-00000001/manifest.json"):
-        locate(f"{BUCKET}/{key}").write_bytes(b"{}")
-    put_by_http(s3, "shared/data//twice")
-    s3.requests.clear()
-    run_on_s3(s3, 2, save_step, f"{BUCKET}/shared", 1, False)
-    run_on_s3(s3, 2, save_step, f"{BUCKET}/shared", 2, False)
-    assert run_on_s3(s3, 2, load_step, f"{BUCKET}/shared") == [2, 2]
-    listed = {path.partition("?")[2] for method, path, _ in s3.requests if method == "GET" and "list-type" in path}
-    assert listed
-    for query in listed:
-        told = parse_qs(query)
-        assert "delimiter" in told or re.fullmatch(r"shared/step-\d{8}(/.*)?", told["prefix"][0]), query
-        assert not told.get("prefix", [""])[0].startswith(("shared/data", "shared/trial")), query
-    assert storage.size(f"{BUCKET}/shared/data/a") == 2
-
-
-@pytest.mark.slow  # a process of its own
-def test_the_interpreter_waits_for_a_save_in_the_background(s3, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import torch
-        from booster_core import Booster
-        booster = Booster("cpu")
-        model, *_ = booster.boost(torch.nn.Linear(1024, 3 * 1024))
-        booster.save_model(model, "{BUCKET}/last", shard=True, size_per_shard=1, use_async=True)
-        """)
-    )
-    s3.latency = 0.2
-    # By a name, which is looked up in a thread of a pool.
-    url = s3.url.replace("127.0.0.1", "localhost")
-    env = {**os.environ, **environment(url)}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (locate(f"{BUCKET}/last") / "model.safetensors.index.json").size()
 
 
 def test_columns_of_a_wide_matrix_are_read_row_by_row(s3):

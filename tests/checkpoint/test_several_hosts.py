@@ -349,19 +349,6 @@ def mirrors(tmp_path):
         yield folders
 
 
-def test_two_mounts_lose_writes_into_one_page(mirrors):
-    """The damage that owners of files avoid, so that the test below would see it."""
-    export, *points = mirrors
-    (export / "file").write_bytes(bytes(4096))
-    files = [os.open(point / "file", os.O_RDWR) for point in points]
-    for number, file in enumerate(files):
-        os.pwrite(file, b"x" * 100, 2000 * number)
-    for file in files:
-        os.fsync(file)
-        os.close(file)
-    assert (export / "file").read_bytes().count(b"x") == 100
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_steps_are_whole_after_kills_on_two_hosts(mirrors, tmp_path):

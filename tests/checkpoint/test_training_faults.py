@@ -1,17 +1,14 @@
 """Faults while a training state is saved or loaded: an error on every rank, and the step before is still whole."""
 
-import contextlib
 import errno
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from matrix import matrix
 from resumable import ResumableRun as Run
 
 import booster_runtime
@@ -20,7 +17,7 @@ from booster_checkpoint.run.checkpoint_root import LocalRun
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.save import in_place
 from booster_checkpoint.storage import LocalLocation
-from booster_core.errors import CheckpointError, CheckpointUnreadableError, MissingRanksError
+from booster_core.errors import CheckpointError, CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
 
@@ -45,10 +42,6 @@ def save_steps(root, numbers, width=32):
 def load(root, options):
     run = Run()
     return run.load(root, **options).step
-
-
-def names_in(root):
-    return sorted(path.name for path in Path(root).iterdir())
 
 
 def flip_bit(path):
@@ -231,26 +224,6 @@ def fail_at(place, rank, code=errno.ENOSPC):
     return mock.patch.object(*targets[place], fail)
 
 
-def save_failing(root, place, rank, use_async):
-    run = Run()
-    run.train(9)
-    with fail_at(place, rank):
-        run.save(root, use_async=use_async)
-        run.booster.wait()
-
-
-@matrix(
-    ["write-0-False"],
-    **{"place, rank": [("write", 0), ("write", 1), ("sync", 1), ("manifest", 0), ("rename", 0), ("latest", 0)]},
-    use_async=[False, True],
-)
-def test_a_disk_that_fills_up_at_any_point_leaves_the_step_before(place, rank, use_async, root):
-    expect_on_ranks(CheckpointError, "The disk is full", save_failing, 2, str(root), place, rank, use_async)
-    assert names_in(root)[:4] == ["latest", "lease.json", "step-00000003", "step-00000006"]
-    assert not list(root.glob(".*"))
-    assert run_on_ranks(load, 2, str(root), {}) == [6, 6]
-
-
 def save_async_and_again(root):
     run = Run()
     run.train(9)
@@ -267,59 +240,6 @@ def test_an_error_in_the_background_surfaces_at_the_next_save(root):
     verify_folder(root / "step-00000009")
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 3 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system takes root's rights")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.parametrize("use_async", [False, True])
-def test_a_disk_that_is_truly_full(use_async, small_disk):
-    root = small_disk / "root"
-    run_on_ranks(save_steps, 2, str(root), [1], 4000)
-    expect_on_ranks(CheckpointError, "The disk is full", save_large, 2, str(root), use_async)
-    assert names_in(root) == ["latest", "lease.json", "step-00000001"]
-    verify_folder(root / "step-00000001")
-
-
-def save_large(root, use_async):
-    run = Run(width=20_000)
-    run.train(2)
-    run.save(root, use_async=use_async)
-    run.booster.wait()
-
-
-@contextlib.contextmanager
-def without_the_rights_of_root():
-    """Act as a user whom the mode of a folder stops."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
-
-
-def test_a_folder_without_permission_is_an_error(tmp_path):
-    run = Run()
-    run.save(tmp_path / "open")  # what a save imports is imported now
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o500)
-    with (
-        without_the_rights_of_root(),
-        pytest.raises(CheckpointError, match=r"denied\. Check its owner and mode"),
-    ):
-        run.save(locked / "root")
-
-
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_a_root_that_is_a_file_is_an_error(name, tmp_path):
     (tmp_path / "file").write_text("not a folder")
@@ -333,19 +253,6 @@ def test_a_root_that_is_a_file_holds_no_checkpoint(tmp_path):
 
 
 # ---- calls at the wrong time, or on the wrong ranks
-
-
-def save_on_rank_0_only(root):
-    run = Run()
-    if DistCoordinator().rank == 0:
-        with pytest.raises(MissingRanksError, match="`save_checkpoint` waited 2 s for rank 1 of 2"):
-            run.save(root)
-    else:
-        time.sleep(3)
-
-
-def test_a_save_on_rank_0_only_names_the_missing_rank(tmp_path):
-    run_on_ranks(save_on_rank_0_only, 2, str(tmp_path), group_timeout_seconds=2)
 
 
 def slow_writes():

@@ -4,13 +4,10 @@ import re
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError, RankFailedError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.world import current_world
 from booster_testing import expect_on_ranks, run_on_ranks
 
 
@@ -22,11 +19,6 @@ def _outcome(function):
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     return None, time.monotonic() - start
-
-
-def _facts():
-    c = DistCoordinator()
-    return c.rank, c.world_size, c.local_rank, c.is_master(), c.is_node_master(), c.is_last_process()
 
 
 def _skip_save_model(seconds):
@@ -41,47 +33,12 @@ def _skip_save_model(seconds):
     return outcome
 
 
-def _meet_elsewhere():
-    c = DistCoordinator()
-    outcome = _outcome(lambda: c.block_all(name="load_model" if c.rank == 1 else "save_model"))
-    c.block_all(name="afterwards")
-    return outcome
-
-
-def _come_late():
-    c = DistCoordinator()
-    if c.rank == 1:
-        time.sleep(1.5)
-    outcome = _outcome(lambda: c.block_all(name="step", timeout_seconds=0.5 if c.rank == 0 else 30))
-    c.block_all(name="step")
-    return outcome
-
-
-def _keys_after(num):
-    c = DistCoordinator()
-    for _ in range(num):
-        c.block_all(name="step")
-        with c.together("step"):
-            pass
-    # The last of a meeting to leave cleans up, a moment after the first has gone on.
-    dist.barrier()
-    return current_world().store.num_keys()
-
-
 def _bring_error(kind):
     c = DistCoordinator()
     with c.together("load_model"):
         if c.rank == 1:
             msg = "broken file"
             raise kind(msg)
-
-
-def _bring_many_errors():
-    c = DistCoordinator()
-    with c.together("save_model"):
-        if c.rank:
-            msg = "disk full"
-            raise OSError(msg)
 
 
 class _PrivateError(Exception):
@@ -143,16 +100,6 @@ def _priority(executor):
     return start, end
 
 
-def _main_process_first():
-    booster = Booster()
-    with booster.context.coordinator.priority_execution():
-        start = time.monotonic()
-        if dist.get_rank() == 0:
-            time.sleep(0.3)
-        end = time.monotonic()
-    return start, end
-
-
 def _priority_fails():
     c = DistCoordinator()
     with c.priority_execution():
@@ -200,10 +147,6 @@ def test_a_process_group_that_the_script_made(tmp_path):
     assert results == [(0, 2, [0, 1]), (1, 2, [0, 1])]
 
 
-def test_facts():
-    assert run_on_ranks(_facts, 2) == [(0, 2, 0, True, True, False), (1, 2, 1, False, False, True)]
-
-
 def test_a_missing_rank_is_named_and_later_calls_are_not_disturbed():
     (message, seconds), _ = run_on_ranks(_skip_save_model, 2, 1)
     assert message == (
@@ -211,39 +154,6 @@ def test_a_missing_rank_is_named_and_later_calls_are_not_disturbed():
         "call it on every rank, not under `if rank == 0`."
     )
     assert 0.9 < seconds < 30, "its own time limit, not that of the group"
-
-
-def test_ranks_in_different_calls_are_told_of_each_other_at_once():
-    for rank, (message, seconds) in enumerate(run_on_ranks(_meet_elsewhere, 2)):
-        own = "load_model" if rank == 1 else "save_model"
-        assert message.startswith(f"MissingRanksError: `{own}` can't go on: ranks made different calls, ")
-        assert "`save_model` on rank 0" in message
-        assert "`load_model` on rank 1" in message
-        assert seconds < 15, "not after the time limit of 30 seconds"
-
-
-def test_who_comes_late_raises_at_once_and_the_next_call_meets():
-    (first, _), (second, seconds) = run_on_ranks(_come_late, 2)
-    assert "`step` waited 0.5 s for rank 1 of 2" in first
-    assert "`step` has failed before rank 1 came: rank 0 waited 0.5 s for rank 1 of 2" in second
-    assert seconds < 30, "at once, not at its own time limit"
-
-
-def test_all_who_came_raise_when_the_first_gives_up():
-    exceptions = expect_on_ranks(MissingRanksError, "(waited 1 s for|has failed before).*rank 2 of 3", _miss_two, 3)
-    assert len(exceptions) == 3
-
-
-def _miss_two():
-    c = DistCoordinator()
-    if c.rank == 2:
-        time.sleep(2.5)
-    c.block_all(name="step", timeout_seconds=1 if c.rank == 0 else 20)
-
-
-def test_the_store_does_not_grow():
-    few = run_on_ranks(_keys_after, 2, 2)
-    assert run_on_ranks(_keys_after, 2, 40) == few
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, ConfigError, ValueError, OSError, KeyError])
@@ -258,11 +168,6 @@ def test_a_class_that_others_may_not_know_becomes_a_rank_failed_error(kind):
     exceptions = expect_on_ranks((RankFailedError, kind), "broken file", _bring_error, 2, kind)
     assert isinstance(exceptions[0], RankFailedError)
     assert str(exceptions[0]) == "rank 1: _PrivateError: broken file"
-
-
-def test_several_errors_are_counted():
-    exceptions = expect_on_ranks(OSError, "disk full", _bring_many_errors, 3)
-    assert str(exceptions[0]) == "rank 1: disk full (rank 2 failed too.)"
 
 
 def test_an_own_error_comes_before_missing_ranks():
@@ -281,11 +186,6 @@ def test_one_rank_goes_first(executor):
     assert all(start >= times[executor][1] for rank, (start, _) in enumerate(times) if rank != executor)
 
 
-def test_the_main_process_goes_first():
-    first, *others = run_on_ranks(_main_process_first, 3)
-    assert all(start >= first[1] for start, _ in others)
-
-
 def test_a_failure_of_the_first_rank_reaches_those_that_wait():
     expect_on_ranks(CheckpointError, "no space", _priority_fails, 2)
 
@@ -296,11 +196,6 @@ def test_a_subgroup_meets_alone():
 
 def test_a_coordinator_of_a_destroyed_group_is_refused():
     expect_on_ranks(ConfigError, "`save_model` was called on a coordinator of a process group that is not", _stale, 2)
-
-
-def test_equal_values_pass():
-    value = {"sizes": (1, 2), "function": _double, "tensor": torch.arange(3.0)}
-    run_on_ranks(_agree, 2, [value, {"tensor": torch.arange(3.0), "function": _double, "sizes": [1, 2]}])
 
 
 @pytest.mark.parametrize(

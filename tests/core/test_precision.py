@@ -95,21 +95,6 @@ def test_buffers_and_batch_normalization_are_no_part_of_a_narrow_policy():
     assert boosted(torch.ones(2, 2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_the_same_answer_twice_is_one_answer():
-    assert Booster("cpu", "bf16", SingleDevicePlugin(precision="bf16-mixed")).precision.name == "bf16"
-
-
-def test_describe_states_every_format():
-    assert PrecisionPolicy.parse("bf16").describe() == {
-        "compute": "bf16",
-        "param": "fp32",
-        "reduce": "fp32",
-        "master": "fp32",
-        "save": "unchanged",
-        "output": "fp32",
-    }
-
-
 class Pair(NamedTuple):
     left: torch.Tensor
     right: object
@@ -134,12 +119,6 @@ def test_casting_keeps_containers_and_other_objects():
     assert cast["b"][1] is value["b"][1]
     assert half.dtype == torch.bfloat16
     assert value["a"].left is half
-
-
-def test_casting_returns_what_needs_no_cast_itself():
-    value = {"a": torch.ones(2), "b": [torch.ones(1, dtype=torch.int32)]}
-    assert cast_floating(value, torch.float32) is value
-    assert cast_floating(value, None) is value
 
 
 def test_casting_a_transformers_output():

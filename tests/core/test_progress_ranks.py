@@ -37,16 +37,3 @@ def test_a_collective_that_times_out_names_who_did_not_come():
         "same order."
     )
     assert cause == "RuntimeError"
-
-
-def _time_context(num):
-    start = time.process_time()  # other processes on the machine don't count
-    for _ in range(num):
-        with NamedCall("step"):
-            pass
-    return (time.process_time() - start) / num
-
-
-def test_progress_costs_nothing_to_speak_of():
-    # About a microsecond; the bound leaves a hundredfold for a slow machine.
-    assert max(run_on_ranks(_time_context, 2, 1000)) < 1e-4

@@ -112,10 +112,6 @@ def test_wrong_arguments_are_refused(start, arguments, problem):
     assert problem in output
 
 
-def test_help_fits_a_screen():
-    assert len(CliRunner(env={"COLUMNS": "80"}).invoke(main, ["run", "--help"]).output.splitlines()) <= 24
-
-
 def test_hosts_and_slurm_nodes_meet_at_the_first(start):
     several, _ = start("train.py", "--nproc", "2", "--hosts", "a:2345,b,c")
     assert several[2:6] == ["--nnodes=3", "--rdzv-backend=c10d", "--rdzv-endpoint=a:2345", "--rdzv-id=booster"]

@@ -1,7 +1,7 @@
 """Say whether tests may go: plant faults in what they test, and run other tests; those that these miss need them.
 
-    python tests/evidence/needed.py --sources packages/booster-runtime/src/booster_runtime/drift.py \\
-        --tests tests/together/test_replica_check.py --others tests/runtime/test_drifting_replicas.py
+    python tests/evidence/needed.py --sources packages/booster-runtime/src/booster_runtime/whole_tensors.py \\
+        --tests tests/together/test_gathering.py --others tests/runtime/test_gathered_tensors.py
 
 A fault is one changed operator, constant, condition or statement (`tests/shared/mutation`), in functions that
 ``::name`` chooses. The other tests run first; where they miss a fault, the tests in question run. A line for each

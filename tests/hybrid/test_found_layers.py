@@ -2,148 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process
-from matrix import matrix
-from model_zoo.transformers_build import from_config
 from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.find_layers import find_layers
-from booster_testing.compare import Tolerance, tolerance_for
-
-_SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
-_LATENT = {
-    **_SIZES,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
-_ROUTED = {
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-_BART = {
-    "vocab_size": 64,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "max_position_embeddings": 40,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": 2,
-    "dropout": 0.0,
-    "use_cache": False,
-}
-FAMILIES = {
-    "deepseek_v2": (
-        "DeepseekV2Config",
-        "DeepseekV2ForCausalLM",
-        {**_LATENT, **_ROUTED, "topk_method": "greedy"},
-    ),
-    "minicpm3": ("MiniCPM3Config", "MiniCPM3ForCausalLM", {**_LATENT, "dim_model_base": 16}),
-    "llama4": (
-        "Llama4TextConfig",
-        "Llama4ForCausalLM",
-        {
-            **_SIZES,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "intermediate_size_mlp": 32,
-            "head_dim": 8,
-            "attn_temperature_tuning": False,  # counts positions in each layer, which split sequences refuse
-        },
-    ),
-    "roberta": (
-        "RobertaConfig",
-        "RobertaForMaskedLM",
-        {**_SIZES, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    ),
-    "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
-    "gpt_oss": (
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-    ),
-    "gpt_neo": (
-        "GPTNeoConfig",
-        "GPTNeoForCausalLM",
-        {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "num_layers": 4,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 2]],
-            "window_size": 4,
-            "max_position_embeddings": 32,
-            "intermediate_size": 64,
-            "use_cache": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "embed_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "resid_dropout": 0.0,
-        },
-    ),
-    "mamba": (
-        "MambaConfig",
-        "MambaForCausalLM",
-        {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "state_size": 4,
-            "num_hidden_layers": 4,
-            "use_cache": False,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-}
-
-
-def family(name):
-    config, model, sizes = FAMILIES[name]
-    torch.manual_seed(11)
-    built = from_config(config, model, **sizes)().train().double()
-    built.config._experts_implementation = "eager"  # the grouped kernel has no fp64
-    return built
-
-
-def tokens(number=0, replica=0):
-    numbers = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(2 + 10 * number + replica))
-    return {"input_ids": numbers, "labels": numbers}
+from booster_testing.compare import tolerance_for
 
 
 def held(_booster, model, _optimizer):
@@ -156,18 +25,6 @@ def assert_pipeline_trains(case, options):
     setting = Setting(HybridParallelPlugin, settings)
     found = assert_equals_one_process(case, setting, parts=settings["num_microbatches"], tell=held)
     return [count / sum(parameter.numel() for parameter in case.make()[0].parameters()) for count in found]
-
-
-def family_case(name):
-    """Return a step in fp64, whose loss alone is taken in fp32."""
-    no_effect = {"bart": ("*.k_proj.bias",), "roberta": ("*.key.bias",)}.get(name, ())  # keys that are not rotated
-    precise = {"tolerance": tolerance_for(torch.float64), "loss_atol": 1e-6}
-    return Case(build=partial(family, name), batch=tokens, steps=1, no_effect=no_effect, **precise)
-
-
-@matrix(["deepseek_v2", "bart", "gpt_neo", "mamba"], name=FAMILIES)
-def test_families_without_a_policy_train_as_one_process(name):
-    assert min(assert_pipeline_trains(family_case(name), {})) < 1.0
 
 
 class Block(nn.Module):
@@ -337,32 +194,6 @@ def test_plain_models_train_as_one_process(kind):
 @pytest.mark.parametrize("kind", ["sequential", "pairs", "widths"])
 def test_plain_models_are_cut_into_more_stages(kind):
     assert_pipeline_trains(case_of(kind), {"pp_style": "zbv", "num_microbatches": 4})
-
-
-BY_ELEMENTS = {
-    "tolerance": Tolerance(relative=1e-9, reason="softmaxes and norms are taken in fp32, over other parts of a batch"),
-    "elements": (1e-6, 1e-9),  # of some families the routers compute in fp32, too
-}
-
-
-def split_sequences(mode):
-    options = {"sp_size": 2, "sequence_parallelism_mode": mode, "example_batch": tokens()}
-    return Setting(HybridParallelPlugin, options)
-
-
-SPLIT_DEFAULT = (("bart", "all_to_all"), ("llama4", "ring_attn"), ("gpt_neo", "all_to_all"), ("mamba", "ring_attn"))
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        pytest.param(name, mode, marks=[] if (name, mode) in SPLIT_DEFAULT else [pytest.mark.slow])
-        for name in FAMILIES
-        for mode in ("all_to_all", "ring_attn")
-    ],
-)
-def test_sequences_of_families_without_a_policy_train_as_one_process(name, mode):
-    assert_equals_one_process(replace(family_case(name), **BY_ELEMENTS), split_sequences(mode))
 
 
 class Branches(nn.Module):

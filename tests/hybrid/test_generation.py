@@ -9,7 +9,6 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
-from booster_runtime import train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
 
 PROMPT = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3]])
@@ -150,24 +149,6 @@ def with_adapters():
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_models_with_adapters_generate():
     assert run_on_ranks(with_adapters, 2) == [True, True]
-
-
-def train_between(options, generates):
-    booster = Booster(plugin=HybridParallelPlugin(**options))
-    model = llama().train()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = []
-    for _ in range(3):
-        batch = {"input_ids": PROMPT, "labels": PROMPT}
-        losses.append(train_batch(booster, iter([batch]), model, None, optimizer).item())
-        if generates:
-            model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
-    return losses
-
-
-def test_training_goes_on_as_without_it():
-    options = {"tp_size": 2}
-    assert run_on_ranks(train_between, 2, options, True) == run_on_ranks(train_between, 2, options, False)
 
 
 def refused(options, arguments, prompts):

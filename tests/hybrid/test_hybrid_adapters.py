@@ -14,7 +14,6 @@ import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process
 from matrix import matrix, named
-from model_parity import assert_near_fp32
 from model_zoo import ZOO
 from model_zoo.registry import in_double, weighted_outputs
 from model_zoo.transformers_build import from_config
@@ -22,7 +21,7 @@ from model_zoo.transformers_heads import HEADS
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_hybrid import HybridParallelPlugin
 from booster_runtime import enable_activation_checkpointing, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import Tolerance
@@ -172,29 +171,8 @@ class CustomModel(nn.Module):
         return self.head(x)
 
 
-POLICY = ShardingPolicy(
-    rules=(
-        ModuleRule("blocks.*.qkv", Style.COLUMN, units="num_heads", num_blocks=3, scaled=("num_heads",)),
-        ModuleRule("blocks.*.out", Style.ROW, units="num_heads"),
-        ModuleRule("tokens", Style.VOCABULARY),
-        ModuleRule("head", Style.COLUMN_GATHER),
-    ),
-    layers=("blocks",),
-)
 CUSTOM = "a custom model"
 MODELS[CUSTOM] = replace(ZOO["transformers/llama"], build=CustomModel, loss=weighted_outputs)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param({"target_modules": ["tokens", "qkv", "out", "head"]}, marks=pytest.mark.slow),
-        {"target_modules": ["out"], "modules_to_save": ["qkv"]},
-    ],
-    ids=["adapted", "copied"],
-)
-def test_adapters_follow_a_custom_policy(config):
-    assert_parity(CUSTOM, config, (3, {"tp_size": 3, "custom_policy": POLICY}))
 
 
 @pytest.mark.parametrize(
@@ -255,24 +233,6 @@ def test_each_kind_of_adapter_trains_as_on_one_process(kind, how):
     assert_parity(*KINDS[kind], HOW[how])
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        ("transformers/llama", "tp2"),
-        pytest.param("transformers/llama", "split_gather", marks=pytest.mark.slow),
-        pytest.param("transformers/llama", "tp2dp2zero1", marks=pytest.mark.slow),
-        pytest.param("transformers/gpt2_lm", "tp2", marks=pytest.mark.slow),
-        pytest.param("heads/falcon_groups_lm", "tp2", marks=pytest.mark.slow),
-        pytest.param("transformers/t5_generation", "tp2", marks=pytest.mark.slow),
-        pytest.param("transformers/bert_masked_lm", "tp2", marks=pytest.mark.slow),
-        pytest.param("transformers/mixtral", "tp2", marks=pytest.mark.slow),
-    ],
-)
-def test_bf16_is_as_near_to_fp32_as_one_process(name, mesh):
-    case = replace(case_of(name, {}), build=partial(adapted, name, {}, dtype=torch.float32))
-    assert_near_fp32(case, setting_of(name, *MESHES[mesh], "bf16"))
-
-
 def dropped(name, options, config=None):
     """Return what the dropouts of adapters drop, and this rank's gradients of what all ranks have."""
     booster, model, optimizer = boosted(name, {"lora_dropout": 0.5, **(config or {})}, options)
@@ -301,24 +261,6 @@ def test_dropout_matches_on_replicated_and_differs_on_sharded_activations():
         is_alike = [torch.equal(*each) for each in zip(found, others[name], strict=True)]
         assert is_alike == [name not in ("o_proj", "down_proj")] * 2, name
     assert not torch.equal(masks["q_proj"][0], masks["k_proj"][0])
-
-
-@matrix(
-    ["transformers/llama-tp2"],
-    **{
-        "name, mesh": [
-            ("transformers/llama", "tp2"),
-            pytest.param("transformers/llama", "split_gather", marks=pytest.mark.slow),
-            ("transformers/t5_generation", "split_gather"),
-        ]
-    },
-)
-def test_replicated_parameters_get_equal_gradients_under_dropout(name, mesh):
-    num_ranks, options = MESHES[mesh]
-    (_, gradients), (_, others) = run_on_ranks(dropped, num_ranks, name, options, {})
-    assert any(float(gradient.abs().max()) > 0 for gradient in gradients.values())
-    for path, gradient in gradients.items():
-        assert torch.equal(gradient, others[path]), path
 
 
 def refused(name, config):

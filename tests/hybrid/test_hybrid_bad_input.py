@@ -11,7 +11,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 
 NAME = "transformers/llama"
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
@@ -26,50 +26,11 @@ def boost(options, model=None):
 @pytest.mark.parametrize(
     ("num_ranks", "options", "message"),
     [
-        pytest.param(
-            3,
-            {"tp_size": 2},
-            r"tp_size=2` is 2, which does not divide the world size 3. Use sizes whose .* one of 1, 3",
-            marks=pytest.mark.slow,
-        ),
         (2, {"tp_size": 4}, r"tp_size=4` is 4, which does not divide the world size 2.*one of 1, 2"),
-        pytest.param(
-            4,
-            {"pp_size": 3},
-            r"`pp_size=3 \* sp_size=1 \* tp_size=1` is 3, which does not divide the world size 4",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            4,
-            {**RING, "tp_size": 2, "pp_size": 2},
-            r"`pp_size=2 \* sp_size=2 \* tp_size=2` is 8.*one of 1, 2, 4",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            4,
-            {"tp_size": 3, "mesh_order": ("tp", "sp", "pp", "dp")},
-            r"`tp_size=3 \* sp_size=1 \* pp_size=1` is 3, which does not divide the world size 4",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            5,
-            {"tp_size": 5},
-            r"num_attention_heads=4\): 4 units can't be split over 5 ranks. Use a .* of at most 4",
-            marks=pytest.mark.slow,
-        ),
         (
             3,
             {"pp_size": 3},
             r"2 layers can't fill 3 stages \(.* has 2 in 'model.layers'\). Use fewer stages, or fewer chunks",
-        ),
-        pytest.param(
-            2,
-            {"pp_size": 2, "num_layers_per_stage": [1, 2]},
-            r"`num_layers_per_stage=\[1, 2\]` .* the model's 2 layers",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            2, {"pp_size": 2, "pp_style": "interleaved"}, "2 layers can't fill 4 stages", marks=pytest.mark.slow
         ),
         (3, {"sp_size": 3, "sequence_parallelism_mode": "all_to_all"}, "4 heads are no multiple of 3 ranks"),
     ],
@@ -154,24 +115,6 @@ def test_a_batch_that_cannot_be_split_raises_on_every_rank(batch, options, messa
     expect_on_ranks(ConfigError, message, execute, 2, batch, options)
 
 
-def of_sizes(samples, microbatch_size):
-    batch = get_model(NAME).share(0, 0, samples)
-    result = execute(batch, {"microbatch_size": microbatch_size})
-    whole = get_model(NAME).seeded()
-    if result["loss"] is None:
-        return None
-    return float(result["loss"]), float(whole(**batch).loss.detach())
-
-
-@pytest.mark.filterwarnings("ignore:.*leave each of the 2 ranks")
-@pytest.mark.parametrize(("samples", "microbatch_size"), [pytest.param(5, 2, marks=pytest.mark.slow), (3, 4)])
-def test_microbatch_size_need_not_divide_the_batch(samples, microbatch_size):
-    first, last = run_on_ranks(of_sizes, 2, samples, microbatch_size)
-    assert first is None
-    # Labels all count, so that the mean over microbatches, by their samples, is the mean over the batch.
-    assert last[0] == pytest.approx(last[1], rel=1e-5)
-
-
 def with_others(what):
     booster, model, optimizer = boost({"pp_size": 2})
     custom = Custom()
@@ -188,20 +131,3 @@ def with_others(what):
 def test_execute_pipeline_refuses_objects_that_were_not_boosted(what, got):
     message = f"needs the {what} returned by `Booster.boost`; got `.*{got}`"
     expect_on_ranks(TypeError, message, with_others, 2, what)
-
-
-def one_step(options):
-    booster, model, optimizer = boost(options)
-    batch = get_model(NAME).share(0, 0, 4)
-    booster.execute_pipeline(iter([batch]), model, own_loss, optimizer)
-    optimizer.step()
-    whole = get_model(NAME).seeded()
-    plain = torch.optim.SGD(whole.parameters(), lr=0.1)
-    whole(**batch).loss.backward()
-    plain.step()
-    for key, parameter in model.unwrap().named_parameters():
-        torch.testing.assert_close(parameter.detach(), whole.get_parameter(key).detach(), rtol=1e-4, atol=1e-6, msg=key)
-
-
-def test_zero_2_works_with_a_pipeline():
-    run_on_ranks(one_step, 4, {"pp_size": 2, "zero_stage": 2})

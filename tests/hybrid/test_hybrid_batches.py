@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, own_loss, train_plainly
 from matrix import matrix, named
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -185,59 +182,6 @@ def test_the_end_of_the_data_raises_on_every_rank(count):
     assert run_on_ranks(step_through, 2, some_batches, count) == [count, count]
 
 
-def losses_with_graphs():
-    booster, model, _ = boosted()
-    seen = []
-
-    def criterion(outputs, _):
-        seen.append(outputs.loss.requires_grad)
-        return outputs.loss
-
-    booster.execute_pipeline(some_batches(1), model, criterion)
-    return seen
-
-
-def test_evaluation_keeps_no_graph():
-    assert run_on_ranks(losses_with_graphs, 2) == [[], [False, False]]
-
-
-def more_samples(_number, replica):
-    tokens = torch.randint(64, (2 + 2 * replica, 8), generator=torch.Generator().manual_seed(replica))
-    return {"input_ids": tokens, "labels": tokens}
-
-
-@pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_replicas_may_have_other_numbers_of_microbatches_while_gradients_are_kept_in_shards(zero_stage):
-    options = {"pp_size": 2, "zero_stage": zero_stage, "microbatch_size": 1}
-    assert_equals_one_process(Case(build=llama, batch=more_samples, steps=2), Setting(HybridParallelPlugin, options, 4))
-
-
-def write_in_a_stage(first_step):
-    booster, model, optimizer = boosted(zero_stage=3, microbatch_size=1)
-    rank = booster.context.coordinator.rank
-    tokens = torch.randint(64, (2 + 2 * (rank // 2), 8), generator=torch.Generator().manual_seed(rank // 2))
-    step = 0
-
-    def write(layer, *_):
-        if rank == 1 and step >= first_step:
-            with torch.no_grad():
-                layer.input_layernorm.weight.clamp_(max=0.5)
-
-    model.unwrap().model.layers[-1].register_forward_pre_hook(write)
-    while True:
-        batch = {"input_ids": tokens, "labels": tokens}
-        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        assert step <= first_step, "a write that is lost raises"
-
-
-@pytest.mark.parametrize("first_step", [pytest.param(0, marks=pytest.mark.slow), 14])
-def test_a_write_into_a_gathered_parameter_of_a_stage_raises_on_every_rank(first_step):
-    expect_on_ranks(ConfigError, "weight' was changed in place", write_in_a_stage, 4, first_step)
-
-
 def norm_with_an_error_before(options, fails):
     booster, model, optimizer = boosted(num_microbatches=4, **options)
     tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
@@ -269,25 +213,6 @@ def norm_with_an_error_before(options, fails):
 def test_a_failed_batch_leaves_no_gradients(options):
     clean, after_error = (run_on_ranks(norm_with_an_error_before, 4, options, fails) for fails in (False, True))
     assert after_error == clean
-
-
-def token_mean(outputs, batch):
-    logits, labels = outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-    total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-    return total / (len(batch["labels"]) * batch["tokens_per_sample"])
-
-
-def padded_batch(number, _replica):
-    tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(number))
-    labels = tokens.clone()
-    labels[0, 2:], labels[1, 5:] = -100, -100
-    return {"input_ids": tokens, "labels": labels, "tokens_per_sample": (labels[:, 1:] != -100).sum() / 4}
-
-
-def test_a_mean_over_unmasked_tokens_matches_one_process():
-    case = Case(build=llama, batch=padded_batch, loss=token_mean)
-    assert_equals_one_process(case, Setting(HybridParallelPlugin, {"pp_size": 2}))
-    torch.testing.assert_close(train_plainly(case, 1).losses, train_plainly(replace(case, loss=own_loss), 1).losses)
 
 
 class Streaming:

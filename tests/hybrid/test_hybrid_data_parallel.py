@@ -15,10 +15,9 @@ from matrix import matrix, named
 from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import ConfigError
 from booster_hybrid import DataParallelConfig, HybridParallelPlugin
 from booster_runtime import full_gradient
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors
 
 NAME = "transformers/llama_tied"
@@ -159,45 +158,6 @@ def unused():
     booster, model, optimizer = boosted(DataParallelConfig(unused="raise"))
     booster.backward(model(torch.randn(4, 64)), optimizer)
     optimizer.step()
-
-
-def differing(name, value, other, **options):
-    given = {**options, name: value if dist.get_rank() % 2 else other}
-    Booster("cpu", plugin=HybridParallelPlugin(**given)).boost(*CASE.make())
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "other", "shown"),
-    [
-        pytest.param(
-            "mesh_order",
-            ("tp", "dp", "pp", "sp"),
-            ("dp", "pp", "sp", "tp"),
-            r"`mesh_order`: \('dp', 'pp', 'sp', 'tp'\)",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("max_norm", 1.0, 0.5, "`max_norm`: 0.5 on rank 0, 1.0 on rank 1", marks=pytest.mark.slow),
-        pytest.param("tp_size", 2, 1, "`tensor.size`: 1 on rank 0, 2 on rank 1", marks=pytest.mark.slow),
-        ("zero_stage", 1, 0, r"`zero"),
-        pytest.param(
-            "precision",
-            "bf16",
-            "fp32",
-            "`precision.compute_dtype`: torch.float32 on rank 0, torch.bfloat16",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "ddp",
-            DataParallelConfig(unused="raise"),
-            None,
-            "`ddp.unused`: 'zero' on rank 0, 'raise' on",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_ranks_with_different_settings_are_named(name, value, other, shown):
-    message = f"Ranks disagree about .*{shown}.*Pass the same on all ranks"
-    expect_on_ranks(ConfigError, message, differing, 2, name, value, other)
 
 
 def boost_twice(options):

@@ -17,7 +17,6 @@ from booster_runtime import LazyInitContext
 from booster_runtime.memory import is_absent
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
-from booster_zero import ZeroConfig
 
 MODELS = {**{name: model for name, model in ZOO.items() if name.startswith("transformers/")}, **HEADS}
 WITHOUT_POLICY = ("albert", "wav2vec2", "hubert")
@@ -171,55 +170,6 @@ def test_first_steps_are_those_of_an_eager_model(options, precision):
     run_on_ranks(train, 4, DEEP if is_deep else "transformers/llama_tied", options, precision)
 
 
-def with_masters_on_the_host():
-    zoo = MODELS["transformers/llama_tied"]
-    options = {"tp_size": 2, "zero": ZeroConfig(stage=1, offload="cpu")}
-    eager, lazy = (boosted(zoo, options, "bf16", lazily=lazily) for lazily in (False, True))
-    assert_same_steps(zoo, lazy, eager)
-
-
-def test_masters_on_the_host_get_their_values():
-    run_on_ranks(with_masters_on_the_host, 4)
-
-
-def without_optimizer(precision):
-    zoo = MODELS["transformers/llama_tied"]
-    for options in CUT:
-        found = []
-        for lazily in (False, True):
-            booster = Booster("cpu", precision, HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2)))
-            model, _ = make(zoo, lazily=lazily)
-            model.model.layers[0].requires_grad_(requires_grad=False)
-            model, *_ = booster.boost(model)
-            found.append((held(model.unwrap()), whole_model(booster, model)))
-        for lazy, eager in zip(found[1], found[0], strict=True):
-            assert_same(lazy, eager)
-
-
-@pytest.mark.parametrize("precision", [pytest.param(None, marks=SLOW), "bf16"])
-def test_a_model_without_optimizer_gets_its_values(precision):
-    run_on_ranks(without_optimizer, 4, precision)
-
-
-def frozen_in_part(options):
-    zoo = MODELS["transformers/gpt2_lm"]
-    both = []
-    for lazily in (False, True):
-        booster = Booster("cpu", "bf16", HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2)))
-        with LazyInitContext() if lazily else contextlib.nullcontext():
-            model = zoo.seeded()
-            model.transformer.h[0].requires_grad_(requires_grad=False)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained, lr=0.01))
-        both.append((booster, model, optimizer))
-    assert_same_steps(zoo, both[1], both[0])
-
-
-@pytest.mark.parametrize("options", [CUT[0], pytest.param(CUT[1], marks=SLOW)], ids=["tp2pp2", "pp2dp2zero1"])
-def test_frozen_parameters_get_their_values(options):
-    run_on_ranks(frozen_in_part, 4, options)
-
-
 PRETRAINED = ("llama_tied", "gpt2_lm", "t5_generation", "mixtral")
 
 
@@ -255,34 +205,3 @@ def pretrained(folder, name, options, dtype, precision):
 def test_folders_go_straight_into_parts_and_masters(name, options, dtype, precision, tmp_path):
     run_on_ranks(write_folder, 1, tmp_path, name)
     run_on_ranks(pretrained, 4, tmp_path, name, options, dtype, precision, timeout_seconds=120)
-
-
-def with_adapters(options, *, inside):
-    peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
-    zoo = MODELS["transformers/llama"]
-    both = []
-    for lazily in (False, True):
-        booster = Booster("cpu", "bf16", HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2)))
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], lora_alpha=8, modules_to_save=["lm_head"])
-        torch.manual_seed(4)
-        with LazyInitContext() if lazily else contextlib.nullcontext():
-            model = zoo.seeded()
-            if inside:
-                model = booster.enable_lora(model, lora_config=config)
-        if not inside:
-            model = booster.enable_lora(model, lora_config=config)
-        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-        both.append((booster, model, optimizer))
-    assert_same_steps(zoo, both[1], both[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "inside"),
-    [
-        (CUT[0], False),
-        *(pytest.param(options, inside, marks=SLOW) for options in CUT for inside in (True, False)),
-    ],
-    ids=["tp2pp2", *(f"{mesh}-{when}" for mesh in CUT_IDS for when in ("in", "out"))],
-)
-def test_adapters_train_on_a_lazy_model(options, inside):
-    run_on_ranks(with_adapters, 4, options, inside=inside)

@@ -224,21 +224,6 @@ def test_a_folder_is_loaded_by_ranges(options: dict[str, Any], precision: str | 
         assert [count for count, _ in of_rank] == [num_copies * here for _, here in of_rank]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_tenth_of_a_billion_pretrained_parameters(mesh: str, tmp_path: Path) -> None:
-    ratio, num_reads = measured(mesh, TENTH, tmp_path / "model")
-    assert ratio <= 1.1
-    assert num_reads == pytest.approx(1, rel=0.01)
-
-
 def test_one_parameter_is_drawn_at_a_time() -> None:
     ratio, _ = measured("tp2pp2", SMALL_DRAWN, None)
-    assert ratio <= 1.25
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_tenth_of_a_billion_parameters_are_drawn(mesh: str) -> None:
-    ratio, _ = measured(mesh, DRAWN, None)
     assert ratio <= 1.25

@@ -37,27 +37,6 @@ def test_every_group_is_right_under_every_order(order, case):
                 assert [places[rank][axes[0]] for rank in ranks] == [*range(shape.sizes[axes[0]])]
 
 
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_ranks_of_the_innermost_axis_are_neighbours(order):
-    shape = mesh_shape({"pp": 2, "sp": 2, "tp": 2}, order, 16)
-    assert shape.groups(order[-1:]) == [[rank, rank + 1] for rank in range(0, 16, 2)]
-
-
-@pytest.mark.parametrize("order", ORDERS[::5], ids="-".join)
-def test_the_data_and_replica_groups_intersect_in_one_rank(order):
-    """What reduces gradients crosses each replica once, so that nothing is counted twice or left out."""
-    shape = mesh_shape({"pp": 2, "sp": 3, "tp": 2}, order, 24)
-    for reducing in shape.groups(("dp", "sp")):
-        for parts in shape.groups(("pp", "tp")):
-            assert len(set(reducing) & set(parts)) == 1
-
-
-def test_sizes_that_do_not_divide_the_world_are_named():
-    message = r"`pp_size=2 \* sp_size=1 \* tp_size=3` is 6, which does not divide the world size 8.*one of 1, 2, 4, 8"
-    with pytest.raises(ConfigError, match=message):
-        mesh_shape({"pp": 2, "tp": 3}, AXES, 8)
-
-
 def test_the_config_checks_the_order():
     with pytest.raises(ConfigError, match="must name each of 'dp', 'pp', 'sp', 'tp' once"):
         HybridConfig(mesh_order=("pp", "dp"))

@@ -163,13 +163,6 @@ def test_the_first_parameter_of_a_part_without_any_raises_on_every_rank():
     expect_on_ranks(ConfigError, r"`forward` .* took the first of nothing", ask_for_the_first, 2)
 
 
-def test_a_batch_that_cannot_be_split_raises_on_every_rank():
-    expect_on_ranks(
-        ConfigError, r"batch of 3 sample\(s\) can't be split into `num_microbatches=4`", execute, 2, own_loss, 3,
-        {"num_microbatches": 4},
-    )  # fmt: skip
-
-
 def goes_on_after_an_error():
     booster, model, optimizer = boosted()
     losses = []
@@ -219,45 +212,6 @@ def without_pipeline():
 
 def test_execute_pipeline_without_a_pipeline_is_refused():
     expect_on_ranks(ConfigError, "`execute_pipeline` needs a pipeline, and `pp_size=1` makes none", without_pipeline, 2)
-
-
-def built_apart():
-    boosted(pp_style="gpipe" if torch.distributed.get_rank() else "1f1b")
-
-
-def test_ranks_with_different_settings_are_named():
-    message = "Ranks disagree about `pipeline.style`: '1f1b' on rank 0, 'gpipe' on rank 1, in `boost`"
-    expect_on_ranks(ConfigError, message, built_apart, 2)
-
-
-def test_more_stages_than_layers_are_refused():
-    expect_on_ranks(
-        ConfigError, "4 layers can't fill 8 stages", execute, 4, own_loss, 4, {"pp_size": 4, "pp_style": "zbv"}
-    )
-
-
-class Custom(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def boost_without_example():
-    from booster_hybrid import HybridParallelPlugin
-    from booster_hybrid.policy.base import ShardingPolicy
-
-    Booster(plugin=HybridParallelPlugin(pp_size=2, custom_policy=ShardingPolicy(layers=("blocks",)))).boost(Custom())
-
-
-def test_a_model_without_an_example_is_refused():
-    expect_on_ranks(
-        ConfigError, "needs an example of what its forward takes. Pass the data loader", boost_without_example, 2
-    )
 
 
 def few_microbatches():

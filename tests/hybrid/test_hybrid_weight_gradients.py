@@ -130,34 +130,6 @@ def test_a_tensor_hook_sees_the_sum_of_all_uses_once(source):
     assert torch.equal(model.up.weight.grad, whole.up.weight.grad)
 
 
-class Tied(nn.Module):
-    """Uses one weight as table and head, and in a penalty."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(5, 8)
-        self.middle = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 5, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, numbers):
-        return self.head(self.middle(self.table(numbers)))
-
-
-def test_a_weight_tied_to_an_embedding_gets_its_gradient_once():
-    model, whole = Tied(), Tied()
-    fired, expected = count_hooks(model), count_hooks(whole)
-    split = SplitBackward(model)
-    for microbatch in range(3):
-        numbers = torch.tensor([microbatch, 1, 4])
-        backward_in_two(split, lambda numbers=numbers: model(numbers).square().sum())
-        whole(numbers).square().sum().backward()
-    assert fired == expected
-    for key, parameter in whole.named_parameters():
-        torch.testing.assert_close(model.get_parameter(key).grad, parameter.grad)
-
-
 def test_a_layer_that_is_used_twice_gets_its_gradient_once(source):
     model, whole = Layers(), Layers()
     fired, expected = count_hooks(model), count_hooks(whole)

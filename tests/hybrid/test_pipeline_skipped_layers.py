@@ -8,14 +8,12 @@ from functools import partial
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, own_loss, train_boosted
-from model_zoo import get_model
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 
 POLICY = ShardingPolicy(layers=("layers",))
 
@@ -146,19 +144,3 @@ def train_drawing(draw):
 )
 def test_a_layer_at_a_cut_that_training_skips_at_random_is_named_on_every_rank(draw, message):
     expect_on_ranks(ConfigError, message, train_drawing, 2, draw)
-
-
-def boost_opt(layerdrop):
-    zoo = get_model("transformers/opt")
-    model = zoo.seeded().train()
-    model.model.decoder.layerdrop = layerdrop
-    example = zoo.share(0, 0, 2)
-    booster = Booster("cpu", plugin=HybridParallelPlugin(pp_size=2, example_batch=example))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(20):
-        booster.execute_pipeline(iter([example]), model, zoo.loss, optimizer)
-
-
-def test_layerdrop_of_transformers_is_named_in_training():
-    expect_on_ranks(ConfigError, r"without a call of layer .* \(set `layerdrop` to 0\)", boost_opt, 2, 0.5)
-    run_on_ranks(boost_opt, 2, 0.0)

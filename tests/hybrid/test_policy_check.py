@@ -83,15 +83,6 @@ def test_a_wrong_policy_raises_on_every_rank(name):
     expect_on_ranks(ConfigError, WRONG[name][1], boost_with, 2, WRONG[name][0], {})
 
 
-def test_heads_that_do_not_divide_raise_on_every_rank():
-    expect_on_ranks(ConfigError, WRONG["qkv"][1], boost_with, 3, WRONG["qkv"][0], {"tp_size": 3})
-
-
-def test_a_wrong_policy_raises_in_a_pipeline():
-    options = {"pp_size": 2, "example_batch": torch.zeros(2, 3, WIDTH)}
-    expect_on_ranks(ConfigError, WRONG["qkv"][1], boost_with, 4, WRONG["qkv"][0], options)
-
-
 def boost_zeros():
     """Boost a model whose blocks begin as identities: with its own weights no difference would be seen."""
     model = Model()

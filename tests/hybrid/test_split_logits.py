@@ -352,28 +352,6 @@ def wrong_option(**more):
     functional.cross_entropy(make()[2].view(-1, 7), torch.zeros(10, dtype=torch.int64), **more)
 
 
-GENERATION = {
-    "greedy": {},
-    "processed": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
-    "beams": {"num_beams": 2},
-}
-
-
-def generated(name):
-    zoo = get_model("transformers/llama")
-    whole, original = zoo.seeded(), zoo.seeded()
-    prompt = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))
-    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(prompt), **GENERATION[name]}
-    expected = whole.generate(prompt, **options)
-    model, *_ = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2)).boost(original)
-    assert torch.equal(model.generate(prompt, **options), expected)
-
-
-@pytest.mark.parametrize("name", GENERATION)
-def test_a_split_model_generates_what_the_whole_one_does(name):
-    run_on_ranks(generated, 2, name)
-
-
 VOCABULARY = 32768
 
 

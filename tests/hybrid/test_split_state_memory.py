@@ -100,17 +100,3 @@ SIZES = (512, 24)
 @pytest.mark.parametrize("axis", [pytest.param("tp", marks=pytest.mark.slow), "pp"])
 def test_the_peak_is_a_share_of_that_of_one_process(axis):
     check(axis, 2, SIZES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axis", "size", "options"),
-    [
-        *((axis, size, {"zero_stage": stage}) for axis in ("tp", "pp") for size in (2, 4) for stage in (0, 1, 2)),
-        ("pp", 2, {"pp_style": "gpipe"}),
-        ("pp", 2, {"pp_style": "interleaved", "num_model_chunks": 2}),
-        ("pp", 2, {"pp_style": "zbv"}),
-    ],
-)
-def test_the_peak_is_a_share_with_other_options(axis, size, options):
-    check(axis, size, SIZES, **options)

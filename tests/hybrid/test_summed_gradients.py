@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from compiler_warnings import ignore_compiler_warnings
 from matrix import matrix
 
 from booster_core import Booster
@@ -39,7 +37,7 @@ def loss_of(model, penalty):
     return loss + penalty * sum(each.square().sum() for each in inner)
 
 
-def train(name, options, penalty, is_frozen, is_compiled):
+def train(name, options, penalty, is_frozen):
     whole, model = make(name), make(name)
     loss_of(whole, penalty).backward()
     model.requires_grad_(not is_frozen)
@@ -47,10 +45,6 @@ def train(name, options, penalty, is_frozen, is_compiled):
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for each in model.parameters():
         each.requires_grad_(True)
-    if is_compiled:
-        ignore_compiler_warnings()
-        for layer in booster.unwrap(model).model.layers:
-            layer.compile(backend="aot_eager")
     booster.backward(loss_of(model, penalty), optimizer)
     for key, parameter in whole.named_parameters():
         found = full_gradient(booster, model, key)
@@ -61,15 +55,9 @@ def train(name, options, penalty, is_frozen, is_compiled):
 
 @matrix(1, name=["shared keys", "norms of heads"], mode=MODES)
 def test_what_was_frozen_at_boost_may_be_trained_later(name, mode):
-    run_on_ranks(train, 2, name, MODES[mode], 0.0, True, False)
+    run_on_ranks(train, 2, name, MODES[mode], 0.0, True)
 
 
 @matrix(1, name=["shared keys", "norms of heads"], mode=MODES)
 def test_a_penalty_on_weights_counts_once(name, mode):
-    run_on_ranks(train, 2, name, MODES[mode], 0.3, False, False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["shared keys", "norms of heads"])
-def test_compiled_layers_sum_where_parameters_are_used(name):
-    run_on_ranks(train, 2, name, {}, 0.3, True, True)
+    run_on_ranks(train, 2, name, MODES[mode], 0.3, False)

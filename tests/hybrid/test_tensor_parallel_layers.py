@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-from compiler_warnings import ignore_compiler_warnings
 from model_parity import assert_parts_of_gradients
 from model_zoo import get_model
 from torch import nn
@@ -228,32 +227,6 @@ def recomputed(way):
 @pytest.mark.parametrize("way", ["reentrant", "without reentrance"])
 def test_layers_may_be_recomputed_in_backward(way):
     run_on_ranks(recomputed, 2, way)
-
-
-def compiled():
-    import torch._dynamo
-
-    # The compiler looks at every tensor's `grad` after a graph break.
-    ignore_compiler_warnings()
-    whole, model, splits = make()
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    try:
-        for seed in (1, 2):
-            expected, found = whole(batch(seed=seed)), model(batch(seed=seed))
-            torch.testing.assert_close(found, expected)
-            expected.square().sum().backward()
-            found.square().sum().backward()
-        same_gradients(model, splits, whole)
-        with torch.no_grad():
-            torch.testing.assert_close(model(batch()), whole(batch()))
-    finally:
-        torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_compiled_layers_compute_the_same():
-    run_on_ranks(compiled, 2, timeout_seconds=120)
 
 
 def without_gradients(mode):

@@ -128,18 +128,6 @@ def test_six_heads_of_a_fused_projection_are_split_whole(num_ranks, heads):
     assert run_on_ranks(custom_model, num_ranks) == heads
 
 
-def too_few_heads():
-    zoo = get_model("transformers/llama")
-    model = zoo.seeded()
-    parallelize(model, policy_for(model), RankGroup.of(None))
-
-
-def test_sizes_that_cannot_be_split_are_named_with_one_that_can():
-    expect_on_ranks(
-        ConfigError, r"num_attention_heads=4\): 4 units can't be split over 5 ranks.*at most 4", too_few_heads, 5
-    )
-
-
 def wrong_name():
     parallelize(Custom(), ShardingPolicy(rules=(ModuleRule("blocks.*.fc", Style.COLUMN),)), RankGroup.of(None))
 
@@ -160,41 +148,3 @@ def test_a_policy_that_splits_no_layer_raises():
 
 def test_a_rule_for_a_module_that_is_not_there_raises():
     expect_on_ranks(ConfigError, r"names 'blocks\.\*\.fc', which the model does not have", wrong_name, 2)
-
-
-def test_a_model_without_policy_is_told_how_to_write_one():
-    with pytest.raises(ConfigError, match=r"no sharding policy for Custom.*custom_policy=ShardingPolicy"):
-        policy_for(Custom())
-
-
-class InPlace(torch.nn.Module):
-    """Changes what its layers return in place, as models do."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.head = (torch.nn.Linear(*sizes) for sizes in ((6, 8), (8, 6), (6, 5)))
-
-    def forward(self, x):
-        hidden = self.down(torch.nn.functional.relu(self.up(x), inplace=True))
-        hidden += x
-        return self.head(hidden).mul_(0.5)
-
-
-def in_place():
-    torch.manual_seed(0)
-    whole = InPlace().double()
-    model = copy.deepcopy(whole)
-    rules = (
-        ModuleRule("up", Style.COLUMN),
-        ModuleRule("down", Style.ROW),
-        ModuleRule("head", Style.COLUMN_GATHER),
-    )
-    split = parallelize(model, ShardingPolicy(rules=rules), RankGroup.of(None))
-    x = torch.randn(2, 3, 6, dtype=torch.float64)
-    whole(x).square().sum().backward()
-    model(x).square().sum().backward()
-    assert_parts_of_gradients(model, split.splits, whole, relative=1e-12)
-
-
-def test_outputs_of_split_layers_may_be_changed_in_place():
-    run_on_ranks(in_place, 2)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from cases import Case, Setting
 from driven_runs import assert_same_steps, drive
 from matrix import matrix
-from simulated_device import NAME, run_on_devices
 from torch import nn
 
 from booster_core import Booster
@@ -93,10 +92,6 @@ def test_a_bucket_is_averaged_over_replicas_while_backward_runs(plugin):
     check_order(run_on_ranks(order_of_a_step, RANKS, plugin, 1))
 
 
-def test_a_device_averages_in_the_same_order(simulated_device):
-    check_order(run_on_devices(order_of_a_step, RANKS, simulated_device, "stage 2", 1, NAME, timeout_seconds=240.0))
-
-
 @pytest.mark.parametrize(("plugin", "reductions"), [("stage 1", 1), ("stage 2", 3), ("gemini", 3)])
 def test_accumulated_gradients_are_averaged_over_replicas_once(plugin, reductions):
     for order in run_on_ranks(order_of_a_step, RANKS, plugin, 3):
@@ -146,13 +141,3 @@ def check_run(plugin, rounds, device="cpu", run_on=run_on_ranks):
 def test_gradients_equal_one_process_however_they_accumulate(plugin):
     for rounds in ROUNDS.values():
         check_run(plugin, rounds)
-
-
-@pytest.mark.parametrize("plugin", ["stage 2", "gemini"])
-def test_a_device_accumulates_to_the_same_gradients(plugin, simulated_device):
-    run_on = partial(run_on_simulated, simulated_device)
-    check_run(plugin, ROUNDS["accumulated"], NAME, run_on)
-
-
-def run_on_simulated(device, function, num_ranks, *args, **options):
-    return run_on_devices(function, num_ranks, device, *args, **options)

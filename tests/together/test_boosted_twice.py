@@ -5,11 +5,11 @@ import gc
 
 import pytest
 import torch
+from matrix import matrix
 from named_plugins import NAMES, make_model, plugin_named
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_runtime import train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.training import whole_model
@@ -35,8 +35,7 @@ def twice(name, is_frozen, drops):
     Booster("cpu", plugin=plugin_named(name)).boost(model)
 
 
-@pytest.mark.parametrize(("is_frozen", "drops"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("name", NAMES)
+@matrix(1, name=NAMES, **{"is_frozen, drops": [(False, False), (True, False), (False, True)]})
 def test_a_second_boost_raises_on_every_rank(name, is_frozen, drops):
     expect_on_ranks(ConfigError, ALREADY, twice, num_ranks(name), name, is_frozen, drops)
 
@@ -82,7 +81,7 @@ def copies(name):
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@matrix(["fsdp", "hybrid-tp"], name=NAMES)
 def test_a_copy_made_before_may_be_boosted(name):
     for first, second in run_on_ranks(copies, num_ranks(name), name):
         assert_same_tensors(second, first, EXACT)
@@ -103,27 +102,3 @@ def ThreeReplicas():  # noqa: N802 - as the class that it stands for
 
 def test_a_model_whose_boost_raised_may_be_boosted():
     run_on_ranks(boost_after_an_error, 2)
-
-
-def two_phases(name, folder):
-    """Do as the message says: save, build a new model, boost it with another optimizer, and load."""
-    model = make_model()
-    booster = Booster("cpu", plugin=plugin_named(name))
-    boosted, optimizer, *_ = booster.boost(model, optimizer_of(model))
-    tokens = torch.arange(24).view(4, 6) % 16
-    batch = {"input_ids": tokens, "labels": tokens}
-    train_batch(booster, iter([batch]), boosted, lambda outputs, _: outputs.loss, optimizer)
-    booster.save_model(boosted, folder / "model.safetensors")
-    other = make_model()
-    second, stepped, *_ = booster.boost(other, optimizer_of(other, torch.optim.Adam))
-    booster.load_model(second, folder / "model.safetensors")
-    loaded = whole_model(booster, second)
-    train_batch(booster, iter([batch]), second, lambda outputs, _: outputs.loss, stepped)
-    return whole_model(booster, boosted), loaded, whole_model(booster, second)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_the_message_says_works(name, tmp_path):
-    for trained, loaded, after in run_on_ranks(two_phases, num_ranks(name), name, tmp_path):
-        assert_same_tensors(loaded, trained, EXACT)
-        assert any(not torch.equal(after[each], values) for each, values in loaded.items())

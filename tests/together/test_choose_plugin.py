@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,9 +13,7 @@ from booster_core import Booster, shutdown
 from booster_core.errors import ConfigError
 from booster_core.plugin import load
 from booster_runtime import train_batch
-from booster_runtime.lazy import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.models import tiny_llama
 from booster_tools import TrainingFunctions, choose_plugin
 from booster_tools.planning import Candidate, TrainingStep, measure, shares_of
 from booster_tools.planning.candidates import candidates
@@ -164,31 +158,6 @@ def test_objects_in_the_place_of_functions_are_refused_on_every_rank():
     expect_on_ranks(TypeError, r"takes `TrainingFunctions\(.*got `Sequential`", objects_on_one_rank, 2, **PATIENT)
 
 
-def lazy_llama():
-    with LazyInitContext():
-        model = tiny_llama()
-    return model, optimizer_of(model)
-
-
-def of_tokens():
-    tokens = torch.arange(4 * 8).reshape(4, 8) % 64
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def train_lazily():
-    plugin = chosen_for(512 * MIB, TrainingFunctions(lazy_llama, of_tokens), mixed_precision="bf16")
-    booster = Booster(mixed_precision="bf16", plugin=plugin)
-    model, optimizer, *_ = booster.boost(*lazy_llama())
-    loss = train_batch(booster, iter([of_tokens()]), model, None, optimizer)
-    return plugin.name, booster.context.precision.name, bool(loss.isfinite())
-
-
-def test_a_lazy_model_that_computes_its_own_loss():
-    found = run_on_ranks(train_lazily, 2, **PATIENT)
-    assert found[0] == found[1]
-    assert found[0][1:] == ("bf16", True)
-
-
 def test_a_group_of_one_is_started_where_nothing_was_launched():
     assert not dist.is_initialized()
     try:
@@ -197,44 +166,3 @@ def test_a_group_of_one_is_started_where_nothing_was_launched():
         assert dist.get_world_size() == 1
     finally:
         shutdown()
-
-
-SCRIPT = """
-import sys, torch
-from booster_core import Booster, launch_from_torch
-from booster_runtime import train_batch
-from booster_tools import TrainingFunctions, choose_plugin
-
-def build():
-    model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-def batch():
-    return torch.randn(8, 256)
-
-def loss(outputs, batch):
-    return outputs.square().mean()
-
-launch_from_torch()
-booster = Booster(plugin=choose_plugin(TrainingFunctions(build, batch, loss), memory_budget_bytes=7 * 2**20))
-model, optimizer, *_ = booster.boost(*build())
-for _ in range(2):
-    train_batch(booster, iter([batch()]), model, loss, optimizer)
-booster.save_model(model, sys.argv[1])
-booster.context.coordinator.print_on_master("trained under", booster.plugin.name)
-"""
-
-
-@pytest.mark.slow  # the same without a launcher runs by default
-def test_a_script_started_by_torchrun(tmp_path):
-    script, out = tmp_path / "train.py", Path(tmp_path / "out")
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(out)],
-        check=False, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    chosen = next(line.split()[2] for line in done.stdout.splitlines() if line.startswith("choose_plugin chose "))
-    assert f"trained under {chosen.partition('(')[0]}" in done.stdout
-    assert out.exists()

@@ -1,8 +1,6 @@
 """``torch.compile`` before and after ``boost``: losses and parameters equal those without, and names are the user's."""
 
 import functools
-import shutil
-import sys
 
 import pytest
 import torch
@@ -183,11 +181,3 @@ def test_layers_are_compiled_whole(run, checkpoints):
 @matrix(["hybrid-checkpointed"], run=RUNS, how=HOW)  # DDP has test_ddp_compile.py, experts test_expert_compile.py
 def test_traced_training_equals_eager(run, how):
     check(run, how, "aot_eager", 120)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's inductor needs a C++ compiler, g++")
-@pytest.mark.skipif(sys.platform != "linux", reason="torch.compile for CPUs is tried on Linux")
-@pytest.mark.slow  # 38 s; the tracing above finds what a plugin breaks; the code generator sees the same graphs
-@pytest.mark.parametrize("run", RUNS)
-def test_compiled_training_equals_eager(run):
-    check(run, "before", "inductor", 240)

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from booster_core import Booster
-from booster_core.errors import ConfigError
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime import full_gradient, full_state, gathered, set_full_gradient, set_full_state, train_batch
+from booster_runtime import full_state, gathered, set_full_state, train_batch
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -78,51 +77,4 @@ def test_values_and_later_steps_equal_one_process(name):
     for found in run_on_ranks(train, 2, *PLUGINS[name], None):
         assert torch.equal(found["doubled"], 2 * found["average"])
         assert bool((found["embedding"][3] == 0.25).all())
-        assert_same_tensors(found, expected, tolerance_for(torch.float32))
-
-
-def train_with_set_gradients(plugin_class, options, precision):
-    """Replace two gradients, one of a tied parameter, in each of three steps; return what was read and trained."""
-    torch.manual_seed(0)
-    model = tiny_llama(num_hidden_layers=2, tie_word_embeddings=True)
-    batch = {"input_ids": tokens(0), "labels": tokens(0)}
-    example = {"example_batch": batch} if "pp_size" in options else {}
-    booster = Booster("cpu", precision, plugin=plugin_class(**options, **example))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    rank, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    is_first = booster.context.coordinator.is_master()
-    read = {}
-    for number in range(3):
-        batch = {"input_ids": tokens(number)[rank::size], "labels": tokens(number)[rank::size]}
-        if "pp_size" in options:
-            booster.execute_pipeline(iter([batch]), model, lambda output, _: output.loss, optimizer)
-        else:
-            booster.backward(model(**batch).loss, optimizer)
-        for name in (WEIGHT, EMBEDDING):
-            gradient = full_gradient(booster, model, name)
-            drawn = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(number))
-            set_full_gradient(booster, model, name, 2 * gradient + drawn if is_first else torch.zeros_like(gradient))
-            read[f"{name} {number}"] = full_gradient(booster, model, name)
-        read[f"norm {number}"] = optimizer.clip_grad_by_norm(3.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    with pytest.raises(ConfigError, match="no gradient to replace"):
-        set_full_gradient(booster, model, WEIGHT, torch.zeros(1))
-    return {**read, **whole_model(booster, model)}
-
-
-SETS = {
-    **PLUGINS,
-    "zero2 offload": (LowLevelZeroPlugin, {"stage": 2, "offload": "cpu"}),
-    "tp2pp2": (HybridParallelPlugin, {"tp_size": 2, "pp_size": 2}),
-}
-SETS_BY_DEFAULT = ("fsdp", "zero1", "pp2")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SETS_BY_DEFAULT else pytest.mark.slow) for name in SETS]
-)
-def test_set_gradients_are_those_of_one_process(name):
-    (expected,) = run_on_ranks(train_with_set_gradients, 1, SingleDeviceStrategy, {}, None)
-    for found in run_on_ranks(train_with_set_gradients, 4 if name == "tp2pp2" else 2, *SETS[name], None):
         assert_same_tensors(found, expected, tolerance_for(torch.float32))

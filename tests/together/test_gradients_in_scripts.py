@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting
-from compiler_warnings import ignore_compiler_warnings
 from driven_runs import Run, assert_same_steps, drive
 from matrix import matrix
 from torch import nn
@@ -157,26 +156,6 @@ def test_parameters_have_gradients_where_they_have_some_in_one_process(plugin):
 
 
 # ---- dropping and zeroing is honoured
-
-
-def compiled(plugin):
-    """Return the norm over micro-batches, plainly and compiled; later forwards see stand-ins."""
-    ignore_compiler_warnings()
-    norms = []
-    for is_compiled in (False, True):
-        run = boosted(plugin)
-        if is_compiled:
-            run.model.compile(backend="aot_eager")
-        for micro in range(3):
-            run.backward(run.loss(micro))
-        norms.append(float(run.optimizer.clip_grad_by_norm(1.0)))
-    return norms
-
-
-@matrix(["hybrid, zero 0"], plugin=SOME)
-def test_a_compiled_model_accumulates(plugin):
-    for plain, of_compiled in run_on_ranks(compiled, 2, plugin, timeout_seconds=180):
-        assert of_compiled == pytest.approx(plain, rel=1e-5)
 
 
 # ---- what can't be honoured

@@ -183,35 +183,6 @@ def test_gradients_of_adapters_equal_one_process(run, changes, config):
 # ---- memory
 
 
-def state_of_the_optimizer(plugin_class, options):
-    booster, model, optimizer = boost(plugin_class, options, precision="bf16")
-    frozen = {name: tensor.dtype for name, tensor in model.unwrap().named_parameters() if not tensor.requires_grad}
-    assert set(frozen.values()) == {torch.float32}, "a frozen base is not rounded"
-    train(booster, model, optimizer, range(2))
-    shards = list(booster.state_adapter(model, optimizer).optimizer_shards())
-    numel = sum(shard.numel for shard in shards if shard.state != "step" and shard.is_owner)
-    return numel, {shard.name for shard in shards}
-
-
-@pytest.mark.parametrize(
-    ("run", "num_states"),
-    [
-        ("single", 2),
-        pytest.param("ddp", 2, marks=pytest.mark.slow),
-        pytest.param("fsdp", 2, marks=pytest.mark.slow),
-        pytest.param("zero1", 3, marks=pytest.mark.slow),
-        pytest.param("zero2", 3, marks=pytest.mark.slow),
-    ],
-)
-def test_only_adapters_have_optimizer_state_and_masters(run, num_states):
-    plugin_class, options, world_size = RUNS[run]
-    model = peft.get_peft_model(make_model(), make_config())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    results = run_on_ranks(state_of_the_optimizer, world_size, plugin_class, options)
-    assert sum(numel for numel, _ in results) == num_states * trained
-    assert all("lora_" in name for _, names in results for name in names)
-
-
 # ---- files
 
 

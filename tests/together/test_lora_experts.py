@@ -6,11 +6,10 @@ from adapted_models import perturbed
 from matrix import matrix
 from torch import nn
 
-from booster_checkpoint.save.lora import _file_names
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state.names import NamedTensors, extra_state_modules
+from booster_core.state.names import NamedTensors
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
@@ -139,44 +138,9 @@ class Wrapped(nn.Module):
         self._orig_mod = inner
 
 
-class Extra(nn.Module):
-    def get_extra_state(self):
-        return 1
-
-    def set_extra_state(self, state):
-        del state
-
-
 def test_two_tensors_of_one_name_are_refused():
     model = nn.Sequential(Wrapped(nn.Linear(2, 2)))
     with pytest.raises(ConfigError, match=r"name '0\.weight' in files: '0\.weight' and '0\._orig_mod\.weight'"):
         NamedTensors.of(model)
     with pytest.raises(ConfigError, match=r"name '0\.weight'"):
         Booster("cpu").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_one_tensor_under_one_name_twice_is_fine():
-    inner = nn.Module()
-    model = Wrapped(inner)
-    inner.weight = model.weight
-    assert list(NamedTensors.of(model).tensors) == ["weight"]
-
-
-def test_two_extra_states_of_one_name_are_refused():
-    model = Extra()
-    model._orig_mod = Extra()
-    with pytest.raises(ConfigError, match="name '_extra_state'"):
-        extra_state_modules(model)
-
-
-def test_two_tensors_of_one_name_in_an_adapters_file_are_refused(monkeypatch):
-    model = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
-    theirs = peft.get_peft_model_state_dict
-
-    def doubled(*args, **kwargs):
-        found = theirs(*args, **kwargs)
-        return {**found, **{key.replace("lora_A", "_orig_mod.lora_B"): value for key, value in found.items()}}
-
-    monkeypatch.setattr(peft, "get_peft_model_state_dict", doubled)
-    with pytest.raises(ConfigError, match=r"adapter 'default' would be saved as '.*lora_B\.weight'"):
-        _file_names(model, "default", embeddings=False)

@@ -4,8 +4,6 @@ transformers loads a checkpoint in the format of its files. A step of a usual le
 of two numbers in bf16, so that most elements of parameters in bf16 would never move.
 """
 
-import copy
-
 import pytest
 import torch
 from matrix import matrix
@@ -19,12 +17,10 @@ from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext, full_gradient
-from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import assembled, whole_model
-from booster_tools import TrainingFunctions, verify
 from booster_zero import LowLevelZeroPlugin
 
 STEPS = 3
@@ -191,23 +187,6 @@ def test_formats_of_torch_update_in_fp32_as_well():
         assert dtypes == {torch.float32}
 
 
-def built():
-    model = make_model(torch.bfloat16)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def verified(name):
-    batch = {"input_ids": tokens(0), "labels": tokens(0)}
-    return verify(TrainingFunctions(built, lambda: batch), PLUGINS[name]() or SingleDeviceStrategy())
-
-
-@pytest.mark.parametrize("name", ["single", "ddp", "zero1", "gemini"])
-def test_verification_compares_with_one_process_that_updates_in_fp32(name):
-    for report in run_on_ranks(verified, world_size(name), name):
-        report.check()
-        assert any(each.what == "update" for each in report.differences)
-
-
 def trained_purely(name):
     """Return gradients, values before and after, and the formats of everything that is held."""
     booster = Booster("cpu", "pure-bf16", PLUGINS[name]())
@@ -355,13 +334,6 @@ def test_an_explicit_policy_leaves_each_parameter_as_it_is():
     assert boosted.head.weight.dtype == torch.bfloat16
     assert boosted(torch.ones(2, 8)).dtype == torch.float32  # promoted by the scale, without autocast
     assert "compute bf16 and fp64, param bf16 and fp64" in booster.describe()
-
-
-def test_a_model_without_optimizer_is_left_as_it_is():
-    model = copy.deepcopy(make_model(torch.bfloat16))
-    boosted, *_ = Booster("cpu").boost(model)
-    assert {parameter.dtype for parameter in boosted.parameters()} == {torch.bfloat16}
-    assert boosted(input_ids=tokens(0)).logits.dtype == torch.bfloat16
 
 
 CALLS = {

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from compiler_warnings import ignore_compiler_warnings
 from torch import nn
 
 from booster_core import Booster
@@ -85,10 +84,6 @@ def test_stepping_the_optimizer_from_before_boost_raises(run):
     run_on_ranks(step_the_old, RUNS[run][2], run, torch.optim.SGD)
 
 
-def test_stepping_an_optimizer_of_whole_matrices_from_before_boost_raises():
-    run_on_ranks(step_the_old, 2, "fsdp", torch.optim.Adafactor)
-
-
 def call_the_old(run):
     old, _, booster, boosted = boost(run)
     with pytest.raises(ConfigError, match="`LlamaForCausalLM` was called in training, but not through the model"):
@@ -110,29 +105,6 @@ def call_the_old(run):
 @pytest.mark.parametrize("run", WHOLE)
 def test_training_with_the_model_from_before_boost_raises(run):
     run_on_ranks(call_the_old, RUNS[run][2], run)
-
-
-def call_the_compiled(run):
-    ignore_compiler_warnings()
-    compiled = []
-
-    def wrap(model):
-        compiled.append(torch.compile(model, backend="eager"))
-        return compiled[0]
-
-    old, _, booster, boosted = boost(run, wrap=wrap)
-    train_step(booster, boosted)
-    for each in (old, compiled[0]):
-        with pytest.raises(ConfigError, match="was called in training"):
-            each(tokens())
-    train_step(booster, boosted)
-
-
-@pytest.mark.parametrize(
-    "run", [pytest.param("single", marks=pytest.mark.slow), pytest.param("ddp", marks=pytest.mark.slow), "zero1"]
-)
-def test_training_with_the_compiled_model_from_before_boost_raises(run):
-    run_on_ranks(call_the_compiled, RUNS[run][2], run)
 
 
 class WithMethod(TinyMLP):
@@ -169,25 +141,6 @@ def call_a_registered_method():
 
 def test_a_method_that_fsdp_was_told_of_trains():
     run_on_ranks(call_a_registered_method, 2)
-
-
-def count_compilations():
-    ignore_compiler_warnings()
-    from torch._dynamo.testing import CompileCounter
-
-    counter = CompileCounter()
-    model = TinyMLP()
-    boosted = Booster().boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    compiled = torch.compile(boosted.model, backend=counter, fullgraph=True)
-    for _ in range(4):
-        compiled(torch.randn(4, 8)).sum().backward()
-        boosted.optimizer.step()
-        boosted.optimizer.zero_grad()
-    return counter.frame_count
-
-
-def test_guarding_the_model_costs_no_graph_break_and_no_recompilation():
-    assert run_on_ranks(count_compilations, 1) == [1]
 
 
 def test_copies_and_pickles_of_the_model_are_free():

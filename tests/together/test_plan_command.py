@@ -112,11 +112,6 @@ def test_a_process_that_is_killed_is_told():
         plan(_functions(build), devices, plugins=["ddp"], num_processes=2)
 
 
-def test_no_process_at_all_is_refused():
-    with pytest.raises(ConfigError, match="`num_processes=0` can't be forked"):
-        plan(_functions(_mlp), Devices(number=4, memory_bytes=2**30), num_processes=0)
-
-
 def _mlp():
     model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
     return model, torch.optim.AdamW(model.parameters())

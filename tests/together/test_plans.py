@@ -308,13 +308,3 @@ def test_a_model_of_70_billion_parameters_is_planned_in_little_memory_and_time()
         found = simulate(training(large_llama, many_tokens, mixed_precision="bf16"), load("fsdp")(), 1024)
     assert found.state_bytes == pytest.approx(16 * LARGE_PARAMETERS / 1024, rel=0.05)
     assert found.sent_bytes == pytest.approx((2 + 2 + 4) * LARGE_PARAMETERS, rel=0.1)
-
-
-@pytest.mark.slow
-def test_a_pipeline_of_70_billion_parameters_is_planned_in_little_memory_and_time():
-    plugin = load("hybrid")(tp_size=8, pp_size=8, num_microbatches=32)
-    with little_memory_and_time(90):
-        found = simulate(training(large_llama, many_tokens, mixed_precision="bf16"), plugin, 1024)
-    # A copy in bf16 and masters in fp32, and the optimizer's two moments, of the part of one tensor parallel rank.
-    assert found.parameter_bytes == pytest.approx(6 * LARGE_PARAMETERS / 64, rel=0.01)
-    assert found.optimizer_bytes == pytest.approx(8 * LARGE_PARAMETERS / 64, rel=0.01)

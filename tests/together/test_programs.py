@@ -48,6 +48,19 @@ FOUND: list[Program] = [
 """Programs that went wrong once."""
 
 
+READS = ("read parameters", "read gradients", "evaluate", "inference mode", "state_dict", "freeze", "unfreeze")
+WRITES = ("mul_", "clamp_", "copy_", "element", "lerp_", "apply(init)", "data.mul_")
+WORKS = {
+    "ddp": (*WRITES, "data = x", "hook", "deepcopy", "copy", "AveragedModel", "part", "train more"),
+    "fsdp": ("mul_", "clamp_", "lerp_", "train more"),
+    "zero": (*WRITES, "hook", "deepcopy", "copy", "AveragedModel", "part", "train more"),
+    "gemini": ("hook", "part", "train more"),
+    "hybrid": (*WRITES, "hook", "part", "train more"),
+    "hybrid with stage 3": ("hook", "part", "train more"),
+}
+"""What may be done between steps, as docs/advanced-loops.md says, besides what every setting takes."""
+
+
 def judged(setting, number):
     layers = [each for each in LAYERS if each != CHOSEN_BY_DATA or setting in TAKES_CHOSEN]
     operations = [each for each in OPERATIONS if each not in LEFT_OUT.get(setting, ())]
@@ -67,6 +80,13 @@ def judged(setting, number):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_programs_are_as_in_one_process_or_refused_alike(setting):
     judged(setting, 25)
+
+
+@pytest.mark.parametrize("setting", WORKS)
+def test_what_works_between_steps_is_not_refused(setting):
+    for each in [READS, ("write whole",), *[(name,) for name in WORKS[setting]]]:
+        operations = ("backward", "step", *each, "backward", "step", "save and load")
+        assert judge(Program(("own", "residual"), operations), SETTINGS[setting], RANKS) == [], each
 
 
 @pytest.mark.slow

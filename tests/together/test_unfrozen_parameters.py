@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from booster_core import Booster
 from booster_core.errors import GradientError
-from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
@@ -20,14 +19,11 @@ from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Sty
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.models import TinyMLP, tiny_llama
-from booster_testing.training import whole_model
+from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = [None, "ddp", "fsdp", "zero", "gemini", "hybrid"]
 WORLD_SIZES = {None: 1}
-AT_THE_GRADIENT = {"zero", "gemini", "hybrid"}
-"""Strategies that tell before the step, of the first parameter that gets a gradient."""
 
 
 def step(booster, model, optimizer, inputs) -> None:
@@ -35,55 +31,6 @@ def step(booster, model, optimizer, inputs) -> None:
     booster.backward(output.loss if hasattr(output, "loss") else output.square().sum(), optimizer)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def boost_frozen(plugin):
-    torch.manual_seed(3)
-    model = TinyMLP()
-    model.first.requires_grad_(False)
-    booster = Booster(plugin=plugin)
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.second.parameters(), lr=0.1))
-    inputs = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(DistCoordinator().rank))}
-    return booster, boosted, optimizer, inputs
-
-
-def unfreeze_base(plugin) -> None:
-    booster, boosted, optimizer, inputs = boost_frozen(plugin)
-    step(booster, boosted, optimizer, inputs)
-    boosted.unwrap().first.requires_grad_(True)
-    step(booster, boosted, optimizer, inputs)
-
-
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_unfreezing_what_the_optimizer_does_not_step_raises(plugin) -> None:
-    match = r"2 parameters that were frozen at `boost`.*such as 'first\.bias'|2 parameter\(s\) that were frozen"
-    if plugin in AT_THE_GRADIENT:
-        match = r"Parameter 'first\.(weight|bias)' got a gradient, but it was frozen at `boost`"
-    expect_on_ranks(GradientError, match, unfreeze_base, WORLD_SIZES.get(plugin, 2), plugin)
-
-
-def freeze_again(plugin):
-    booster, boosted, optimizer, inputs = boost_frozen(plugin)
-    before = whole_model(booster, boosted)
-    boosted.unwrap().first.requires_grad_(True).requires_grad_(False)
-    step(booster, boosted, optimizer, inputs)
-    after = whole_model(booster, boosted)
-    return {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-
-
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_what_is_frozen_again_trains_the_rest(plugin) -> None:
-    for changed in run_on_ranks(freeze_again, WORLD_SIZES.get(plugin, 2), plugin):
-        assert changed == {"second.weight", "second.bias"}
-
-
-def test_a_parameter_group_that_is_added_later_trains() -> None:
-    booster, boosted, optimizer, inputs = boost_frozen(None)
-    first = boosted.unwrap().first.requires_grad_(True)
-    before = first.weight.detach().clone()
-    optimizer.add_param_group({"params": list(first.parameters())})
-    step(booster, boosted, optimizer, inputs)
-    assert not torch.equal(first.weight, before)
 
 
 SPLIT = ShardingPolicy(

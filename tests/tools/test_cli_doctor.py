@@ -95,13 +95,3 @@ def written_late(folder):
 
 def test_doctor_reads_a_file_when_all_ranks_have_written_it(tmp_path):
     run_on_ranks(written_late, 2, tmp_path)
-
-
-@pytest.mark.slow  # the missing backend above fails in the same way
-def test_doctor_fails_where_the_environment_is_wrong(monkeypatch):
-    monkeypatch.setenv("BOOSTER_MONITOR", "pigeons")
-    result = run("--backend", "gloo")
-    assert result.exit_code == 1
-    assert re.search(
-        r"^  FAIL  launch: rank \d: ConfigError: BOOSTER_MONITOR='pigeons' must", result.output, re.MULTILINE
-    )

@@ -96,18 +96,6 @@ def test_the_setting_that_fits_is_printed_as_code(run):
     assert sorted(name for _, name in told) == settings  # in the order in which two processes are done
 
 
-def test_settings_with_one_problem_are_told_in_one_line(run):
-    done = run("--devices", "128", "--memory", "1GiB")  # of a batch of 64
-    (line,) = (line for line in done.stdout.splitlines() if "configurable(level=1)" in line)
-    assert line.startswith("not planned: configurable(), configurable(level=1), reference(): ")
-
-
-def test_options_are_part_of_the_code():
-    text = Candidate(name="configurable", options={"level": 1}).code()
-    assert text.splitlines()[1] == "booster = Booster(plugin=Configurable(level=1))"
-    assert text.startswith("from ")
-
-
 def test_nothing_that_fits_is_an_exit_status(run):
     done = run(*SIZES, "1MiB", "--plugin", "reference")
     assert (done.exit_code, "No setting fits." in done.stdout) == (1, True)
@@ -222,13 +210,3 @@ def test_settings_are_planned_in_a_process_whose_threads_of_autograd_forks_lack(
     finally:
         close_ranks()  # its process has these threads
     assert found == ([(0, False), (1, False), (2, False)], [(0, True), (1, True), (2, True)])
-
-
-def test_nothing_to_compare_raises():
-    with pytest.raises(ConfigError, match="no setting to plan"):
-        plan(LINEAR, Devices(number=4, memory_bytes=1), settings=[])
-
-
-def test_figures_of_devices_are_checked():
-    with pytest.raises(ConfigError, match="`memory_bytes=0` of the devices must be positive"):
-        Devices(number=4, memory_bytes=0)

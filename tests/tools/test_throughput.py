@@ -12,7 +12,6 @@ from booster_tools.flops import MORE_FORMULAS
 from booster_tools.tracking import (
     JsonLines,
     Throughput,
-    Tracker,
     read_json_lines,
     throughput,
     track,
@@ -106,31 +105,6 @@ def test_a_loop_that_does_not_clip_may_ask_for_the_norm(tmp_path):
     first, second = read_json_lines(tmp_path / "a.jsonl")
     assert first["grad_norm"] == norm > 0
     assert "grad_norm" not in second
-
-
-class Configured(Tracker):
-    def __init__(self):
-        self.heard = []
-
-    def start(self, step):
-        self.heard.append(step)
-
-    def configure(self, config):
-        self.heard.append(config)
-
-    def log(self, step, values):
-        self.heard.append(sorted(values))
-
-    def close(self):
-        self.heard.append("closed")
-
-
-def test_settings_go_to_trackers_that_show_them(tmp_path):
-    booster, model, optimizer = boosted(Net())
-    tracker = Configured()
-    with track(optimizer, tracker, JsonLines(tmp_path / "a.jsonl"), config={"lr": 0.1}, step=3):
-        train(booster, model, optimizer, [torch.zeros(2, 6, dtype=torch.long)])
-    assert tracker.heard == [3, {"lr": 0.1}, ["lr", "seconds"], "closed"]
 
 
 def test_what_can_not_be_measured_is_refused():

@@ -12,31 +12,6 @@ from model_zoo.fields import batch_of, normal
 from model_zoo.own_build import WIDTH, own
 
 
-class ZeroDimensional(nn.Module):
-    """A layer, and parameters without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.shift = nn.Parameter(torch.tensor(0.5))
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x)) * self.scale + self.shift
-
-
-class Empty(nn.Module):
-    """A parameter without elements that forward uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(torch.empty(0, WIDTH))
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([torch.tanh(self.inner(x)), F.linear(x, self.rows)], dim=1)
-
-
 class Complex(nn.Module):
     """A complex parameter."""
 
@@ -48,24 +23,6 @@ class Complex(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         turned = self.inner(x).to(self.rotation.dtype) @ self.rotation
         return torch.cat([turned.real, torch.tanh(turned.imag)], dim=1)
-
-
-class MixedDtypes(nn.Module):
-    """Layers of different dtypes.
-
-    Args:
-        dtype: The dtype of the layer in the middle.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.middle = nn.Linear(WIDTH, WIDTH).to(dtype)
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return self.last(torch.tanh(self.middle(x.to(self.middle.weight.dtype))).to(self.last.weight.dtype))
 
 
 class IntegerWeights(nn.Module):
@@ -203,28 +160,10 @@ class FrozenBackbone(nn.Module):
         return torch.tanh(self.head(x))
 
 
-class FrozenInside(nn.Module):
-    """Frozen layers between trained ones, and a layer of which only the bias is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.middle = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
-        self.last = nn.Linear(WIDTH, WIDTH)
-        self.last.weight.requires_grad_(requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))))
-
-
 _NOT_COMPLEX = r"ConfigError: Parameter 'rotation' is of torch.complex64; only floating parameters can be sharded"
 
 MODELS = (
-    own("zero_dimensional", ZeroDimensional),
-    own("empty_parameter", Empty),
     own("complex_parameter", Complex, refused=dict.fromkeys(("zero", "gemini", "hybrid"), _NOT_COMPLEX)),
-    own("mixed_bf16", lambda: MixedDtypes(torch.bfloat16)),
-    own("mixed_fp64", lambda: MixedDtypes(torch.float64)),
     own("integer_weights", IntegerWeights),
     own("integer_parameter", IntegerParameter),
     own("extra_state", ExtraState),
@@ -235,5 +174,4 @@ MODELS = (
     own("channels_last", ChannelsLast, batch=batch_of(x=normal(3, 6, 6))),
     own("prime_sizes", PrimeSizes),
     own("frozen_backbone", FrozenBackbone),
-    own("frozen_inside", FrozenInside),
 )

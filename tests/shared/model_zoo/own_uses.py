@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - torch's own convention
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 from model_zoo.fields import batch_of, normal, numbers
 from model_zoo.own_build import WIDTH, own
@@ -17,20 +15,6 @@ from model_zoo.own_build import WIDTH, own
 
 def _mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
-
-
-class GradientPenalty(nn.Module):
-    """Return the gradient by the input with the output, so that backward runs twice through the layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _mlp()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.detach().requires_grad_()
-        out = self.inner(x)
-        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        return out, slope.square().sum(1, keepdim=True)
 
 
 class Wrapped(nn.Module):
@@ -97,122 +81,6 @@ class TokenTable(nn.Module):
         return torch.tanh(self.inner(self.table(tokens)))
 
 
-class FunctionalCall(nn.Module):
-    """A layer that is called with its parameters as arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        doubled = {name: 2 * value for name, value in self.inner.named_parameters()}
-        return torch.tanh(torch.func.functional_call(self.inner, doubled, (x,)))
-
-
-class Checkpointed(nn.Module):
-    """A block that is recomputed in backward, between two that are not.
-
-    Args:
-        use_reentrant: As for `torch.utils.checkpoint.checkpoint`.
-    """
-
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        self.first, self.middle, self.last = nn.Linear(WIDTH, WIDTH), _mlp(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return self.last(checkpoint(self.middle, x, use_reentrant=self.use_reentrant))
-
-
-class _ScaledProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t() / 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight / 2, gradient.t() @ x / 2
-
-
-class CustomFunction(nn.Module):
-    """An autograd function of our own that saves its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(_ScaledProduct.apply(x, self.weight))
-
-
-class EinsumAttention(nn.Module):
-    """Attention over a sequence from parameters without modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Parameter(torch.randn(3, WIDTH, 2, 4) / 3)
-        self.out = nn.Parameter(torch.randn(2, 4, WIDTH) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = torch.einsum("ntc,kchd->knhtd", x, self.qkv)
-        weights = torch.einsum("nhtd,nhsd->nhts", q, k).softmax(-1)
-        return torch.einsum("nhts,nhsd,hdc->ntc", weights, v, self.out)
-
-
-class TorchTransformer(nn.Module):
-    """torch's own transformer layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.decoder = nn.TransformerDecoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(x, self.encoder(x))
-
-
-class UsedTwice(nn.Module):
-    """A weight that its own layer and another function use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x)) + F.linear(x, self.inner.weight.t()) + self.inner.weight.square().mean()
-
-
-class NeighboursWeight(nn.Module):
-    """A layer that uses the weight of another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x)) + F.linear(x, self.layers[number - 1].weight)
-        return x
-
-
-class Unused(nn.Module):
-    """A layer and a parameter that forward never uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.spare = nn.Linear(WIDTH, WIDTH)
-        self.token = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
-
-
 class DetachedBranch(nn.Module):
     """A branch whose result is computed and detached."""
 
@@ -222,53 +90,6 @@ class DetachedBranch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.inner(x)) * self.branch(x).detach()
-
-
-class AlternatingLayers(nn.Module):
-    """Layers that are dropped in turn, the same ones on every rank, as structured dropout of layers does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.num_calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        dropped = self.num_calls % 3
-        self.num_calls += 1
-        for number, layer in enumerate(self.layers):
-            if number != dropped:
-                x = x + torch.tanh(layer(x))
-        return x
-
-
-class RoutedExperts(nn.Module):
-    """Experts that are separate modules; data selects which of them run, so ranks use different ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.router(x).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero()[:, 0]
-            if len(rows):
-                out = out.index_add(0, rows, torch.tanh(expert(x[rows])))
-        return out * weights[:, None]
-
-
-class HookedGradient(nn.Module):
-    """A parameter with a hook that changes its gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.inner.weight.register_hook(lambda gradient: 3 * gradient)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
 
 
 class HookedAccumulation(nn.Module):
@@ -362,9 +183,7 @@ _IMAGE = batch_of(x=normal(3, 6, 6))
 _TOKENS = batch_of(tokens=numbers(20, 6))
 
 MODELS = (
-    own("gradient_penalty", GradientPenalty),
     own("orthogonal", lambda: Wrapped(parametrizations.orthogonal)),
-    own("weight_norm", lambda: Wrapped(parametrizations.weight_norm)),
     own("weight_norm_hook", lambda: Wrapped(nn.utils.weight_norm)),
     own("spectral_norm", lambda: Wrapped(parametrizations.spectral_norm)),
     own("spectral_norm_hook", lambda: Wrapped(nn.utils.spectral_norm)),
@@ -408,19 +227,7 @@ MODELS = (
             "gemini": "ConfigError: Parameters were changed by hand, where their values are not kept",
         },
     ),
-    own("functional_call", FunctionalCall),
-    own("checkpointed", lambda: Checkpointed(use_reentrant=False)),
-    own("checkpointed_reentrant", lambda: Checkpointed(use_reentrant=True)),
-    own("custom_function", CustomFunction),
-    own("einsum_attention", EinsumAttention, batch=_SEQUENCE),
-    own("torch_transformer", TorchTransformer, batch=_SEQUENCE, no_effect=("*in_proj_bias",)),
-    own("used_twice", UsedTwice),
-    own("neighbours_weight", NeighboursWeight),
-    own("unused", Unused),
     own("detached_branch", DetachedBranch),
-    own("alternating_layers", AlternatingLayers),
-    own("routed_experts", RoutedExperts),
-    own("hooked_gradient", HookedGradient, refused={"fsdp": _HOOKED}),
     own("hooked_accumulation", HookedAccumulation, refused={"fsdp": _HOOKED}),
     own("mapped_over_samples", MappedOverSamples),
     own("in_place", InPlace),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
+from booster_core.errors import CheckpointError, ConfigError
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
@@ -233,26 +233,6 @@ def save_both_ways(run, folder):
 def test_narrow_runs_save_as_save_model_does(run, tmp_path):
     run_on_ranks(save_both_ways, 2, run, str(tmp_path))
     assert_same_tensors(load(tmp_path / "pretrained").state_dict(), load(tmp_path / "model").state_dict(), EXACT)
-
-
-def test_options_of_transformers_are_followed(tmp_path):
-    options = {"is_main_process": True, "variant": "ema", "safe_serialization": False, "max_shard_size": "2MB"}
-    run_on_ranks(train_and_save, 2, "gemini", str(tmp_path), **options)
-    assert list(tmp_path.glob("pytorch_model.ema*.bin"))
-    assert not list(tmp_path.glob("*.safetensors"))
-    loaded = load(tmp_path, variant="ema", use_safetensors=False)
-    assert_same_tensors(loaded.state_dict(), trained_in_one_process().state_dict(), tolerance_for(torch.float32))
-
-
-def save_on_rank_0(folder):
-    _, model, _ = boost("zero1")
-    if torch.distributed.get_rank() == 0:
-        with pytest.raises(MissingRanksError, match=r"`save_pretrained`.*rank 1"):
-            model.save_pretrained(folder)
-
-
-def test_saving_on_rank_0_alone_names_who_is_missing(tmp_path):
-    run_on_ranks(save_on_rank_0, 2, str(tmp_path), group_timeout_seconds=3)
 
 
 def save_own_model(run, folder, lora):

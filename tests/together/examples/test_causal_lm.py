@@ -1,25 +1,11 @@
-"""Fine-tuning of a causal language model: on many devices as in plain PyTorch, resumed, and about as short."""
+"""Fine-tuning of a causal language model: on many devices as in plain PyTorch, and resumed."""
 
 from __future__ import annotations
 
-import ast
 import re
-from pathlib import Path
 
 import pytest
 import torch
-
-EXAMPLES = Path(__file__).parents[3] / "examples" / "causal_lm"
-
-
-def _num_lines(script):
-    """Return the number of lines with code, as `ast` writes them: without comments, docstrings and blank lines."""
-    tree = ast.parse((EXAMPLES / script).read_text(encoding="utf-8"))
-    return sum(bool(line.strip()) for line in ast.unparse(tree).splitlines()) - 1  # the module's docstring
-
-
-def test_the_script_has_at_most_five_lines_more_than_plain_pytorchs():
-    assert _num_lines("finetune.py") <= _num_lines("plain.py") + 5
 
 
 @pytest.fixture(scope="module")

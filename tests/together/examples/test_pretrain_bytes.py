@@ -1,7 +1,6 @@
 """The README's demo: one script, in one process and on several, with the same losses."""
 
 import json
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,17 +49,8 @@ def together(demo):
 
 
 @pytest.fixture(scope="module")
-def together_again(demo):
-    return demo(20, 4, nproc=2)
-
-
-@pytest.fixture(scope="module")
 def in_bf16(demo):
     return demo(5, 4, "--precision", "bf16")
-
-
-def test_first_loss_is_that_of_uniform_guessing(alone):
-    assert alone.result["losses"][0] == pytest.approx(math.log(256), abs=0.3)
 
 
 def test_training_reduces_the_loss(alone):
@@ -72,12 +62,6 @@ def test_one_and_two_processes_have_the_same_losses(alone, together):
     # fp32 sums in another order, over 20 steps of Adam, which divides by small second moments.
     assert together.result["losses"] == pytest.approx(alone.result["losses"], rel=2e-4)
     assert together.result["losses"][0] == pytest.approx(alone.result["losses"][0], rel=1e-6)
-
-
-@pytest.mark.slow  # one more run of the demo; the conformance kit compares two runs under every plugin
-def test_two_runs_are_bitwise_equal(together, together_again):
-    assert len(together.result["losses"]) == 20
-    assert together.result == together_again.result
 
 
 @pytest.mark.parametrize("name", ["alone", *MORE])
@@ -98,12 +82,3 @@ def test_output_reports_the_loss_and_continues_a_text(name, request):
     assert "saved the model to out, and its loss curve to out/loss.png" in before
     assert text.startswith("def ")
     assert len(text) > len("def ") + 20
-
-
-@pytest.mark.parametrize("name", ["alone", MORE[0]])
-def test_loss_curve_is_drawn(name, request):
-    run = request.getfixturevalue(name)
-    png = (run.folder / "out" / "loss.png").read_bytes()
-    assert png.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
-    assert width > height > 400

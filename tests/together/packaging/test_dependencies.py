@@ -52,23 +52,3 @@ def test_what_is_imported_is_declared(package):
     lazily = {"booster_runtime"} if package.name == "booster-core" else set()
     assert sorted(imported - declared - extras - OPTIONAL - lazily) == []
     assert sorted(declared - imported - UNIMPORTED.get(package.name, set())) == []
-
-
-def _with_dependencies(package):
-    """Return the modules of a distribution of ours, and of those of ours that it depends on."""
-    declared = nox.project.load_toml(package / "pyproject.toml")["project"]["dependencies"]
-    found = {package.name.replace("-", "_")}
-    return found.union(*(_with_dependencies(each) for each in PACKAGES if each.name in map(_distribution, declared)))
-
-
-def _distribution(requirement):
-    return _normalized(requirement).replace("_", "-")
-
-
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_own_tests_import_no_other_plugin(package):
-    """They run where only the package, its dependencies and the conformance kit are installed."""
-    ours = {each.name.replace("-", "_") for each in PACKAGES}
-    there = _with_dependencies(package) | _with_dependencies(ROOT / "packages" / "booster-testing")
-    folder = ROOT / "tests" / package.name.removeprefix("booster-")
-    assert sorted((_imported(folder) & ours) - there) == []

@@ -52,13 +52,6 @@ def test_what_is_renamed_or_gone_says_what_to_pass(owner):
     assert not owner.renamed_arguments.keys() - names_in(PAGE)
 
 
-@pytest.mark.parametrize("owner", PLUGINS[1:])
-def test_options_without_a_name_are_asked_for_by_name(owner):
-    first = next(iter(inspect.signature(owner).parameters))
-    with pytest.raises(TypeError, match=rf"{owner.__name__} takes its arguments by name, such as `{first}=...`; got 2"):
-        owner(2)
-
-
 def test_the_plugin_of_experts_says_which_it_is_now():
     with pytest.raises(AttributeError, match=r"HybridParallelPlugin\(ep_size=...\) of booster-hybrid"):
         _ = booster_core.plugin.MoeHybridParallelPlugin

@@ -9,12 +9,11 @@ import re
 
 import griffe
 import pytest
-from page_blocks import PAGES, ROOT
+from page_blocks import ROOT
 
 DISTRIBUTIONS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 
 DOCS = ROOT / "docs"
-SITE = sorted(DOCS.rglob("*.md"))
 PLUGINS = {
     "single": "booster_core.plugin.single.SingleDevicePlugin",
     "ddp": "booster_ddp.plugin.TorchDDPPlugin",
@@ -25,7 +24,6 @@ PLUGINS = {
     "../fault-tolerance": "booster_ft.plugin.FaultTolerantPlugin",
 }
 """The page of each plugin, and its class."""
-_each_site_page = pytest.mark.parametrize("page", SITE, ids=lambda page: page.relative_to(DOCS).as_posix())
 
 
 def _prose(page):
@@ -54,15 +52,6 @@ def _documented(found):
     return {each.name for section in sections if section.kind.value == "parameters" for each in section.value}
 
 
-@_each_site_page
-def test_directives_name_public_things(page, sources):
-    for path in _directives(page):
-        found = sources[path]
-        assert found.docstring, path
-        if not found.is_module:
-            assert path.rpartition(".")[2] in (sources[path.rpartition(".")[0]].exports or ()), path
-
-
 @pytest.mark.parametrize("name", PLUGINS)
 def test_every_option_of_a_plugin_is_on_its_page(name, sources):
     page = DOCS / "plugins" / f"{name}.md"
@@ -73,49 +62,6 @@ def test_every_option_of_a_plugin_is_on_its_page(name, sources):
     in_prose = {"precision", "mesh", "offload_policy", "autocast"}  # the last three raise with a remedy
     assert options - documented <= in_prose & named
     assert options, "the constructor is read"
-
-
-def test_pages_and_messages_name_methods_that_booster_has(sources):
-    """Also in prose and tables, and in errors: functions that take the Booster are no methods of it."""
-    colossal_ai = {"load", "save"}  # named on the page for its scripts
-    methods = set(sources["booster_core.booster.Booster"].members) | colossal_ai
-    called = {
-        (page.name, name)
-        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
-        for name in re.findall(r"(?<![\w.])booster\.(\w+)\(", page.read_text(encoding="utf-8"))
-    }
-    called |= {
-        (path.name, name)
-        for path in ROOT.glob("packages/*/src/**/*.py")
-        for name in re.findall(r"`booster\.(\w+)\(", path.read_text(encoding="utf-8"))
-    }
-    assert {name for _, name in called} >= {"boost", "backward", "save_model"}
-    assert {(page, name) for page, name in called if name not in methods} == set()
-
-
-def test_every_public_package_has_a_reference(sources):
-    pages = [path for page in DOCS.glob("reference/*.md") for path in _directives(page)]
-    doors = set()
-    for distribution in DISTRIBUTIONS:
-        package = sources[distribution.replace("-", "_")]
-        doors |= {module.path for module in [package, *package.modules.values()] if module.exports}
-    documented_above = {
-        "booster_core.booster",
-        "booster_runtime.loops",
-        "booster_runtime.loops.stop_signal",
-        "booster_tools.notebooks",
-    }
-    """Modules whose names are documented in their distribution's own package."""
-    unpublished = {
-        "booster_core.lazy_import",
-        "booster_core.log",
-        "booster_core.matching",
-        "booster_runtime.label_means",
-        "booster_zero.engine",
-        "booster_zero.gathering",
-    }
-    unpublished |= documented_above
-    assert sorted(pages) == sorted(doors - unpublished)
 
 
 def test_errors_that_the_page_lists_are_raised_somewhere():

@@ -77,13 +77,6 @@ def test_source_distribution_builds_the_same_wheel(build_wheel, package, tmp_pat
     assert zipfile.ZipFile(wheel).namelist() == zipfile.ZipFile(build_wheel(package)).namelist()
 
 
-@each_package
-def test_packages_have_the_same_layout(package):
-    for name in ("README.md", "CHANGELOG.md", "LICENSE", "changelog.d/README.md"):
-        assert (package / name).is_file(), name
-    assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-
-
 @pytest.mark.slow  # ten seconds; that the tests are there is tested for each package above
 def test_unit_tests_run_from_a_source_distribution(build_wheel, environment_of, tmp_path):
     zero = ROOT / "packages" / "booster-zero"

@@ -55,7 +55,6 @@ CASES = [(name, plugin) for name in MATRIX for plugin in (*COLUMNS, *(["zero-1"]
 
 @matrix(
     [
-        "own/routed_experts-zero",
         "transformers/gpt2_lm-zero",
         "transformers/gpt2_double_heads-zero-1",
         "transformers/albert-zero-1",
@@ -65,12 +64,9 @@ CASES = [(name, plugin) for name in MATRIX for plugin in (*COLUMNS, *(["zero-1"]
         "own/complex_parameter-gemini",
         "own/integer_parameter-zero",
         "own/transposed_parameter-zero",
-        "own/gradient_penalty-zero",
         "own/weight_norm_hook-ddp",
         "own/gru-ddp",
         "own/renormalized_embedding-fsdp",
-        "own/einsum_attention-zero",
-        "own/used_twice-hybrid",
         "own/hooked_accumulation-fsdp",
         "own/batch_norm-ddp",
     ],

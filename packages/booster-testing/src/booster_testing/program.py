@@ -573,6 +573,23 @@ def _assign_data(run: Run) -> None:
     first.data = first.data * 0.5
 
 
+def _other_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-0.5, 0.5, tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+
+
+def _lerp(run: Run) -> None:
+    with torch.no_grad():
+        for parameter in run.net.parameters():
+            parameter.lerp_(parameter * 2, 0.25)
+
+
+def _initialize(module: nn.Module) -> None:
+    if type(module) is nn.Linear:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(_other_values(parameter))
+
+
 def _write_whole(run: Run) -> None:
     with run.whole_parameters(), torch.no_grad():
         for parameter in run.net.parameters():
@@ -714,6 +731,10 @@ OPERATIONS: dict[str, Callable[[Run], Any]] = {
     "read parameters": lambda run: run.note_all("parameter", run.parameters()),
     "mul_": lambda run: _write(run, lambda weight: weight.mul_(0.5)),
     "clamp_": lambda run: _write(run, lambda weight: weight.clamp_(-0.1, 0.1)),
+    "copy_": lambda run: _write(run, lambda weight: weight.copy_(_other_values(weight))),
+    "element": lambda run: _write(run, lambda weight: weight.view(-1)[0].fill_(0.5)),
+    "lerp_": _lerp,
+    "apply(init)": lambda run: run.model.apply(_initialize),
     "data.mul_": lambda run: _first(run).data.mul_(0.5),
     "data = x": _assign_data,
     "write whole": _write_whole,
@@ -721,6 +742,7 @@ OPERATIONS: dict[str, Callable[[Run], Any]] = {
     "scale gradients": _scale_gradients,
     "state_dict": _load_own_state,
     "deepcopy": lambda run: copy.deepcopy(run.model) and None,
+    "AveragedModel": lambda run: torch.optim.swa_utils.AveragedModel(run.model) and None,
     "save and load": lambda run: run.save_and_load(fresh=False),
     "save and load fresh": lambda run: run.save_and_load(fresh=True),
     "another model": _another_model,
@@ -743,6 +765,10 @@ OPERATIONS: dict[str, Callable[[Run], Any]] = {
 _WRITES = (
     "mul_",
     "clamp_",
+    "copy_",
+    "element",
+    "lerp_",
+    "apply(init)",
     "data.mul_",
     "data = x",
     "write whole",
