@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
+from reference_plugins import ReferencePlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
