@@ -63,19 +63,22 @@ def test_a_unit_that_all_ranks_skip_trains():
     run_on_ranks(train, 2, 8, False, 2)
 
 
-def train_other_parameters():
+def train_other_parameters(names):
     torch.manual_seed(0)
     collectives._PATIENCE_SECONDS = 0.5
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     booster = Booster("cpu", plugin=TorchFSDPPlugin())
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model.get_parameter("0.weight").requires_grad_(dist.get_rank() == 0)
+    for name in names:
+        model.get_parameter(name).requires_grad_(dist.get_rank() == 0)
     booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
     optimizer.step()
 
 
-def test_parameters_that_some_ranks_freeze_raise():
-    expect_on_ranks(ConfigError, "they train other parameters of it", train_other_parameters, 2)
+@pytest.mark.parametrize("names", [["0.weight"], ["0.weight", "0.bias"]], ids=["of a unit", "a whole unit"])
+def test_parameters_that_some_ranks_freeze_are_named(names):
+    match = r"Parameter '0\.weight' is frozen on rank 1 and trained on rank 0"
+    expect_on_ranks(ConfigError, match, train_other_parameters, 2, names)
 
 
 def train_after_one_forward_more():

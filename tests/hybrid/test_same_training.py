@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_runtime import linear_cross_entropy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
+from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
 
 SIZE = 8
@@ -174,21 +176,65 @@ class Tied(nn.Module):
         return functional.linear(self.hidden(tokens), self.tokens.weight)
 
 
-def train_tied(is_inside):
+def train_tied(is_inside, records=True):
     """Make logits of a split table, in forward, or outside of it of what a part of the model returned."""
     torch.manual_seed(0)
     model, tokens = Tied(), torch.arange(24).view(2, 12) % 16
     policy = ShardingPolicy(rules=(ModuleRule("tokens", Style.VOCABULARY),))
     booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, custom_policy=policy))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    logits = boosted(tokens) if is_inside else functional.linear(model.hidden(tokens), model.tokens.weight)
+    with torch.set_grad_enabled(records):
+        logits = boosted(tokens) if is_inside else functional.linear(model.hidden(tokens), model.tokens.weight)
     booster.backward(functional.cross_entropy(logits.flatten(0, 1)[:, :8], tokens.flatten() % 8), optimizer)
 
 
+PART_OF_TABLE = r"reads parameter '(tokens|lm_head)\.weight' outside of the layer .*`linear_cross_entropy`"
+
+
+@pytest.mark.parametrize("records", [True, False])
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_logits_of_a_part_of_a_table_raise(is_inside):
-    message = r"reads parameter 'tokens\.weight' outside of the layer .*`linear_cross_entropy`"
-    expect_on_ranks(ConfigError, message, train_tied, 2, is_inside)
+def test_logits_of_a_part_of_a_table_raise(is_inside, records):
+    expect_on_ranks(ConfigError, PART_OF_TABLE, train_tied, 2, is_inside, records)
+
+
+OUTSIDE = {
+    "linear": functional.linear,
+    "matmul": lambda hidden, weight: hidden @ weight.T,
+    "mm": lambda hidden, weight: torch.mm(hidden.flatten(0, 1), weight.t()),
+    "einsum": lambda hidden, weight: torch.einsum("bsh,vh->bsv", hidden, weight),
+    "lookup": lambda hidden, weight: functional.embedding(torch.zeros(1, dtype=torch.long), weight),
+    "index": lambda hidden, weight: weight[torch.zeros(1, dtype=torch.long)],
+}
+
+
+def use_head(options):
+    """Train through the head, call it, and read its table by functions, with and without gradients."""
+    torch.manual_seed(0)
+    model = tiny_llama()
+    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, **options))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    tokens = torch.arange(24).view(2, 12) % 16
+    for _ in range(2):
+        words = boosted.get_input_embeddings()(tokens)
+        booster.backward(boosted(inputs_embeds=words, labels=tokens).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        hidden = model.model(tokens).last_hidden_state
+        booster.backward(linear_cross_entropy(hidden, model.lm_head, tokens), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model.lm_head(hidden)
+        model.lm_head.weight.mul_(0.5).norm()
+    for use in OUTSIDE.values():
+        for records in (True, False):
+            with torch.set_grad_enabled(records), pytest.raises(ConfigError, match=PART_OF_TABLE):
+                use(hidden.detach(), model.lm_head.weight)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_heads_table_is_read_by_the_head_alone(stage):
+    run_on_ranks(use_head, 2, {"zero_stage": stage})
 
 
 def change_on_one():

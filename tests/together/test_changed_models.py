@@ -76,7 +76,7 @@ def test_a_move_of_parameters_that_are_laid_out_is_refused(plugin, how):
 
 
 def restructured(plugin, how):
-    """Change a model; in shards, it can't be resized to begin with."""
+    """Change a model; FSDP's can't be resized to begin with."""
     if (plugin, how) == ("fsdp", "resize_token_embeddings"):
         how = "a further layer"
     run = Run(CASE, Setting(lambda: plugin_named(plugin)))
@@ -90,6 +90,16 @@ def restructured(plugin, how):
 @matrix(1, plugin=[name for name in PLUGINS if name != "gemini"], how=STRUCTURE)
 def test_other_parameters_than_at_boost_are_refused(plugin, how):
     expect_on_ranks(ConfigError, r"are others than at `boost`: '.*before `boost`", restructured, 2, plugin, how)
+
+
+def resized(plugin):
+    run = Run(CASE, Setting(lambda: plugin_named(plugin)))
+    run.net.resize_token_embeddings(20)
+
+
+@matrix(1, plugin=["fsdp", "gemini"])
+def test_parameters_in_shards_are_not_resized(plugin):
+    expect_on_ranks(ConfigError, "`resize_token_embeddings`, comes before `boost`", resized, 2, plugin)
 
 
 def evaluated():

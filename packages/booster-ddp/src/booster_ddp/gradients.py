@@ -76,6 +76,7 @@ class UnreducedGradients:
         self._counting = []
         self._is_armed = False  # DDP's reducer takes the next gradients
         self._has_begun = False  # and a backward has given it some
+        self._has_ended = False  # and that has not raised
         self._has_marks = False  # it remembers parameters of a backward that it did not average
         self._is_open = False  # no backward has come since the last forward
         # Several forwards came before the first backward, and the search knows of the last one alone: each backward of
@@ -137,7 +138,7 @@ class UnreducedGradients:
         """Check that DDP's reducer has finished.
 
         Raises:
-            GradientError: If it waits for gradients of parameters that the last backward did not use.
+            GradientError: If it waits for gradients of parameters that the last backward did not use, or that raised.
         """
         self._note_reduction()
         cause = self._unfinished()
@@ -145,6 +146,7 @@ class UnreducedGradients:
             return
         model = self._model()
         assert model is not None, "its DDP has been asked"
+        self._check_ended()
         missing = [name for name, p in model.trained.items() if p.grad is None]
         which = f": {', '.join(map(repr, missing[:10]))}" if missing else ""
         # The search begins at the outputs: it can't know that the loss leaves out what they came of.
@@ -156,6 +158,28 @@ class UnreducedGradients:
             "the step under `booster.no_sync`; `optimizer.step()` then averages the gradients."
         )
         raise GradientError(msg) from cause
+
+    def is_given_up(self) -> bool:
+        """Return, before a forward, whether DDP waits for gradients of the last backward, and it has been given up.
+
+        Raises:
+            GradientError: If it has raised, or left some out, and those that it gave have not been dropped.
+        """
+        model = self._model()
+        if model is None or self._unfinished() is None:
+            return False
+        is_dropped = all(parameter.grad is None for parameter in model.trained.values())
+        if not is_dropped and not model.accumulates:
+            self.check_finished()
+        return is_dropped
+
+    def _check_ended(self) -> None:
+        if not self._has_ended:
+            msg = (
+                "The last backward has raised, when DDP had averaged some of its gradients. Drop them by "
+                "`optimizer.zero_grad()`, then go on with the next forward."
+            )
+            raise GradientError(msg)
 
     def can_finish(self, num_inputs: int, num_trained: int) -> bool:
         """Return whether DDP's reducer can finish, or needn't begin, if a backward is for some parameters only.
@@ -221,10 +245,8 @@ class UnreducedGradients:
         if self._used:
             self._count_unused()
         if self._is_armed:
-            self._has_begun = True
-            ddp = self._ddp()
-            if ddp is not None and (self.has_reduced or not ddp.static_graph):  # which begins after its first backward
-                queue_callback(weakref.WeakMethod(self._check_reached))
+            self._has_begun, self._has_ended = True, False
+            queue_callback(weakref.WeakMethod(self._check_reached))
             return
         self._note_unreduced()
         model = self._model()
@@ -233,6 +255,10 @@ class UnreducedGradients:
 
     def _check_reached(self) -> None:
         """Note at the end of a backward, before DDP's own end of it, if none of its gradients has come to DDP."""
+        self._has_ended = True
+        ddp = self._ddp()
+        if ddp is None or (ddp.static_graph and not self.has_reduced):  # which begins after its first backward
+            return
         if self._is_armed and self._has_begun and self._unfinished() is None:
             self._is_armed = self._has_begun = False
             self.is_cut_off = True

@@ -237,6 +237,7 @@ class DDPModel(ModelWrapper):
         elif self.ddp is not None and (
             (self._search is False and self.ddp.find_unused_parameters)
             or self.gradients.is_cut_off
+            or self.gradients.is_given_up()
             # In its first backward, a static graph does not tell whether it is reached.
             or (self.ddp.static_graph and not self.gradients.has_reduced and self._nodes != self._trained_nodes())
         ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from booster_core.errors import ConfigError
 
@@ -23,12 +24,19 @@ _OF_GROUPS = (
     "_all_gather_result",
     "_init_mp_dtypes",
     "_partial_reduce_output",
+    "_post_forward_indices",
+    "_training_state",
     "all_reduce_grads",
     "fsdp_params",
     "is_sharded",
     "post_backward",
     "reduce_grads",
     "wait_for_unshard",
+)
+_OF_STATES = (
+    "_comm_ctx",
+    "_state_ctx",
+    "_training_state",
 )
 _OF_PARAMETERS = (
     "_param_fqn",
@@ -38,6 +46,9 @@ _OF_PARAMETERS = (
     "unsharded_accumulated_grad",
     "unsharded_param",
 )
+
+
+graph_task = torch._C._current_graph_task_id  # noqa: SLF001 - the number of the backward of this thread, or -1
 
 
 def groups_of(module: FSDPModule) -> Iterator[Any]:
@@ -61,6 +72,12 @@ def take_parameters(modules: Iterable[FSDPModule]) -> None:
                     inner.reset_sharded_param()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+def trained_of(modules: Iterable[FSDPModule]) -> dict[str, bool]:
+    """Return which parameters of sharded modules are trained, by name."""
+    held = (inner for module in modules for group in groups_of(module) for inner in group.fsdp_params)
+    return {str(inner._param_fqn): inner.sharded_param.requires_grad for inner in held}  # noqa: SLF001
 
 
 def check_internals(modules: Sequence[FSDPModule]) -> None:
@@ -87,6 +104,12 @@ def take_formats(group: Any) -> None:
 def gathered_of(inner: Any) -> Any:
     """Return the tensor that a parameter is gathered into; ``None`` if its unit has never run."""
     return getattr(inner, "unsharded_param", None)
+
+
+def forget_gathered(inner: Any) -> None:
+    """Let a parameter be gathered into another tensor the next time."""
+    del inner._unsharded_param  # noqa: SLF001
+    inner.all_gather_outputs = []
 
 
 def unreduced_gradient(inner: Any, whole: Any) -> torch.Tensor | None:
@@ -161,11 +184,43 @@ def reduce_accumulated(root: FSDPModule) -> None:
         finalizing.set_manual_backward_finalization(False)
 
 
+def states_of(modules: Iterable[FSDPModule]) -> list[Any]:
+    """Return torch's states of sharded modules."""
+    return [module._get_fsdp_state() for module in modules]  # noqa: SLF001
+
+
+def was_interrupted(states: Iterable[Any]) -> bool:
+    """Return whether a forward or backward of modules with these states raised, or is under way."""
+    for state in states:  # noqa: SIM110 - a generator would be a call for each module
+        if state._training_state is not TrainingState.IDLE:  # noqa: SLF001
+            return True
+    return False
+
+
+def forget_interrupted(modules: Iterable[FSDPModule]) -> None:
+    """Let torch forget that a forward or backward of these modules has begun, which raised; gradients stay."""
+    for module in modules:
+        state: Any = module._get_fsdp_state()  # noqa: SLF001
+        state._training_state = TrainingState.IDLE  # noqa: SLF001
+        state._state_ctx.iter_forward_root = None  # noqa: SLF001
+        state._state_ctx.post_backward_final_callback_queued = False  # noqa: SLF001
+        getattr(state._comm_ctx, "post_forward_order", []).clear()  # noqa: SLF001 - made by the first forward
+        for group in groups_of(module):
+            group._training_state = TrainingState.IDLE  # noqa: SLF001
+            group._post_forward_indices.clear()  # noqa: SLF001
+
+
+def is_in_backward(group: Any) -> bool:
+    """Return whether backward has come to a group, and has not ended since."""
+    return group._training_state is TrainingState.PRE_BACKWARD  # noqa: SLF001
+
+
 def _differences(modules: Sequence[FSDPModule]) -> Iterator[str]:
     """Yield what differs from what is expected."""
     if not hasattr(modules[0], "finalize_backward"):
         yield from _lacking(modules[0]._get_fsdp_state(), _OF_ROOTS)  # noqa: SLF001
     for module in modules:
+        yield from _lacking(module._get_fsdp_state(), _OF_STATES)  # noqa: SLF001
         for group in groups_of(module):
             yield from _lacking(group, _OF_GROUPS)
             for inner in group.fsdp_params:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.ranks import current_world
+from booster_fsdp._torch_private import trained_of
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def use_runtime_collectives(units: Mapping[str, FSDPModule]) -> None:
     Args:
         units: The units by name, in an order that is the same on every rank.
     """
-    names, waits = list(units), Waits()
+    names, waits = list(units), Waits(list(units.values()))
     for number, unit in enumerate(units.values()):
         module: Any = unit  # the protocols of these two have no public name
         if hasattr(module, "set_custom_all_gather") and hasattr(module, "set_custom_reduce_scatter"):
@@ -61,6 +62,29 @@ def different_units(what: str) -> ConfigError:
         "the same units on every rank, such as on an input of zeros whose output has no weight in the loss; choose "
         "larger units, as by `TorchFSDPPlugin(unit_min_numel=...)`; or use plugin='ddp' or 'zero'."
     )
+
+
+def check_trained(trained: Mapping[str, bool], ranks: Sequence[int], of_ranks: Sequence[bytes]) -> None:
+    """Raise if ranks train other parameters, which is why they run other units.
+
+    Args:
+        trained: This rank's, by name.
+        ranks: Which ranks.
+        of_ranks: Whether each of them trains each parameter.
+
+    Raises:
+        ConfigError: If they do.
+    """
+    for name, flags in zip(trained, zip(*of_ranks, strict=True), strict=False):
+        if len(set(flags)) > 1:
+            frozen, others = (
+                ", ".join(str(rank) for rank, own in zip(ranks, flags, strict=True) if own == flag) for flag in (0, 1)
+            )
+            msg = (
+                f"Parameter '{name}' is frozen on rank {frozen} and trained on rank {others}. FSDP reduces gradients "
+                "on all ranks together. Freeze and unfreeze the same parameters on every rank, before its forward."
+            )
+            raise ConfigError(msg)
 
 
 class _Wait(NamedTuple):
@@ -80,9 +104,13 @@ class Waits:
     Ranks that run different units, or train other parameters of one, send under other marks, so that no values mix:
     all of them wait. A thread then leaves in the store what this rank runs and looks for what the others do. Where that
     differs, it ends the group's connections, so that every rank's wait raises.
+
+    Args:
+        units: The units.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[FSDPModule]) -> None:
+        self._units = units
         self._num_waits = 0
         self._current: _Wait | None = None
         self._is_watched = False
@@ -109,7 +137,10 @@ class Waits:
                 other = next(self._others(wait), None)
             if other is None:
                 raise
-            raise _difference(names, wait, *other[2:]) from error
+            _, _, rank, trained, other_verb, other_number, other_numel = other
+            of_both = [bytes(self._trained().values()), bytes.fromhex(trained)]
+            check_trained(self._trained(), [current_world().rank, rank], of_both)
+            raise _difference(names, wait, rank, other_verb, other_number, other_numel) from error
         finally:
             self._current = None
 
@@ -129,21 +160,25 @@ class Waits:
                 work: Any = dist.irecv(torch.empty(1), group=wait.group, group_src=peer, tag=_CLOSING_TAG)
                 work.wait(timedelta(milliseconds=1))
 
-    def _others(self, wait: _Wait) -> Iterator[tuple[str, bytes, int, str, int, int]]:
-        """Say what this rank waits for, and yield who waits for something else, and for what: verb, unit, elements."""
+    def _trained(self) -> dict[str, bool]:
+        return trained_of(self._units)
+
+    def _others(self, wait: _Wait) -> Iterator[tuple[str, bytes, int, str, str, int, int]]:
+        """Say what this rank waits for, and yield who waits for something else: trained parameters, and for what."""
         world = current_world()
         if world.store is None:
             return
         start = f"fsdp/{wait.group.group_name}/{wait.serial}"
-        told = json.dumps([wait.verb, wait.number, wait.numel, time.monotonic()])
+        trained = bytes(self._trained().values()).hex()
+        told = json.dumps([wait.verb, wait.number, wait.numel, trained, time.monotonic()])
         world.store.set(f"{start}/{world.rank}", told)
         for rank in dist.get_process_group_ranks(wait.group):
             key = f"{start}/{rank}"
             if world.store.check([key]):
                 value = world.store.get(key)
-                verb, number, numel, _ = json.loads(value)
+                verb, number, numel, of_rank, _ = json.loads(value)
                 if (verb, number, numel) != (wait.verb, wait.number, wait.numel):
-                    yield key, value, rank, verb, number, numel
+                    yield key, value, rank, of_rank, verb, number, numel
 
 
 def _look(reference: weakref.ref[Waits]) -> None:
@@ -163,8 +198,8 @@ def _difference(names: Sequence[str], wait: _Wait, other_rank: int, verb: str, n
     if verb != wait.verb:
         return different_units(f"rank {rank} {wait.verb} {here}, and rank {other_rank} {verb} it")
     return ConfigError(
-        f"Rank {rank} sends {wait.numel} elements of {here}, and rank {other_rank} sends {numel}: they train other "
-        "parameters of it. Freeze and unfreeze the same ones on all ranks."
+        f"Rank {rank} sends {wait.numel} elements of {here}, and rank {other_rank} sends {numel}: they have trained "
+        "other parameters of it since the last step. Freeze and unfreeze the same ones on all ranks."
     )
 
 

@@ -23,15 +23,22 @@ from booster_core.ranks import NamedCall
 from booster_fsdp._torch_private import (
     drop_gradient,
     fill_gradients,
+    forget_gathered,
+    forget_interrupted,
     gathered_of,
+    graph_task,
     groups_of,
     has_unreduced,
+    is_in_backward,
     reduce_accumulated,
+    states_of,
     take_formats,
+    trained_of,
     unreduced_gradient,
+    was_interrupted,
     was_written,
 )
-from booster_fsdp.collectives import different_units
+from booster_fsdp.collectives import check_trained, different_units
 from booster_fsdp.parameters import gradient_of, watch_gradients
 from booster_runtime import collectives
 from booster_runtime.sharding import (
@@ -69,6 +76,7 @@ class UnitCalls:
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self._names = list(units)
+        self._units = cast("Sequence[FSDPModule]", list(units.values()))
         self._calls: list[int] = []  # the unit's number, and its complement for a backward
         for number, unit in enumerate(units.values()):
             # Not by torch's record of forwards, which ends with a backward.
@@ -116,8 +124,10 @@ class UnitCalls:
         half = self.NUM_FLAGS // 2
         if all(high + low == 255 for high, low in zip(most[:half], most[half:], strict=True)):
             return
-        of_ranks: list[list[int]] = collectives.all_gather_object(calls)
-        by_call: list[tuple[int | None, ...]] = [*itertools.zip_longest(*of_ranks)]
+        trained = trained_of(self._units)
+        of_ranks: list[tuple[list[int], bytes]] = collectives.all_gather_object((calls, bytes(trained.values())))
+        check_trained(trained, range(len(of_ranks)), [flags for _, flags in of_ranks])
+        by_call: list[tuple[int | None, ...]] = [*itertools.zip_longest(*(each for each, _ in of_ranks))]
         first = next(index for index, of_call in enumerate(by_call) if len(set(of_call)) > 1)
         told = ", ".join(f"{self._describe(each)} on rank {rank}" for rank, each in enumerate(by_call[first][:_SHOWN]))
         msg = f"since the last step, call {first + 1} was {told}, and values may have been mixed by now"
@@ -147,8 +157,10 @@ class ShardedGradients:
 
     Attributes:
         modules: The units.
+        parameters: The model's by each name, sharded, also while units hold gathered ones.
         calls: Compares which units ranks have run.
         writes: As for `sharded_parameter`.
+        depth: How many calls of the model are under way, one inside of the other.
         num_updates: How often the shards have got new values by a step or by loading.
         has_backward: Whether backward has run since gradients were completed.
         scaling: What the boosted optimizers share, which set it, like the context; ``None`` where there are none.
@@ -170,12 +182,14 @@ class ShardedGradients:
         refuse: Callable[[str], Exception] | None = None,
     ) -> None:
         self.modules = list(units.values())
-        self.num_updates = 0
+        self.depth = self.num_updates = 0
         self.writes = writes
         self.has_backward = False
         self.calls = UnitCalls(cast("Mapping[str, nn.Module]", units))
         self.notes: list[Callable[[], None]] = []
+        self._states = states_of(self.modules)
         self._units = [(module, group) for module in self.modules for group in groups_of(module)]
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = list(model.parameters())
         self._keys = [id(parameter) for parameter in self._parameters]
         self._names = [name for name, _ in model.named_parameters()]
@@ -192,14 +206,19 @@ class ShardedGradients:
         self._was_reduced = False
         self._buffers = BufferWatch(model) if broadcast_buffers else None
         self._changed_buffers: list[bool] = []
-        self._stays_gathered = self._has_gathered = False
+        self._has_gathered = False
+        self._recorded_at: tuple[int, int] | None = None  # `version` when a backward recorded a graph of gathered units
+        self._kept: list[tuple[Any, bool]] = []  # what stays gathered since a forward, and whether it was trained then
         for key, parameter in zip(self._keys, self._parameters, strict=True):
             if isinstance(parameter, DTensor):
                 # torch's FSDP sets gradients itself; what comes here by autograd comes from uses of the shards.
                 watch_gradients(parameter, functools.partial(self._note_used, key))
         for number, module in enumerate(self.modules):
             for group in groups_of(module):
-                group.pre_backward = functools.partial(self._pre_backward, group.pre_backward)
+                for inner in group.fsdp_params:
+                    inner.sharded_param.on_drop = functools.partial(self._drop, inner)
+                    inner.sharded_param.on_absent = functools.partial(self._check_reduced, inner)
+                group.pre_backward = functools.partial(self._pre_backward, group, [-1], group.pre_backward)
                 group.post_backward = functools.partial(self._post_backward, number, group, group.post_backward)
 
     # ---- between forward and the step
@@ -285,6 +304,7 @@ class ShardedGradients:
         Args:
             parameters: Ids of the sharded parameters; ``None`` for all.
         """
+        self.recover()
         self._note_unreduced()
         for _, group in self._units:
             group._partial_reduce_output = None  # noqa: SLF001 - HSDP's sums that are not averaged over replicas yet
@@ -295,6 +315,26 @@ class ShardedGradients:
         if parameters is None:
             self._unreduced.clear()
         self._used = set() if parameters is None else self._used - parameters
+
+    def _drop(self, inner: Any) -> None:
+        """Drop a gradient that is not reduced yet, as a script has dropped the parameter's."""
+        if self._unreduced:
+            drop_gradient(inner)
+
+    def _check_reduced(self, inner: Any) -> None:
+        """Raise for a gradient that is read before it is reduced.
+
+        Raises:
+            GradientError: If it is one.
+        """
+        if self._unreduced and unreduced_gradient(inner, gathered_of(inner)) is not None:
+            name = inner._param_fqn  # noqa: SLF001 - as in `_torch_private`
+            msg = (
+                f"The gradient of '{name}' is not reduced yet: under `no_sync`, each rank keeps its own, of whole "
+                "parameters. Read and change it after a backward outside of `no_sync`; "
+                "`booster_runtime.full_gradient`, on every rank, reduces it and returns it."
+            )
+            raise GradientError(msg)
 
     def add_of_whole(self, parameter: DTensor, made_at: tuple[int, int], whole: Tensor) -> None:
         """Average over ranks the gradient that came to a parameter's whole values, and add it to that of its shards.
@@ -334,17 +374,68 @@ class ShardedGradients:
         self.num_updates += 1
         self.reshard()
 
+    def recover(self) -> None:
+        """Let torch begin again after a forward or backward that raised; what it has gathered would stay so."""
+        if not self.depth and graph_task() == -1 and was_interrupted(self._states):
+            forget_interrupted(self.modules)
+
+    def note_kept(self) -> None:
+        """Note what stays gathered after a forward, as scripts then freeze and unfreeze that."""
+        self._kept = [
+            (inner, inner.sharded_param.requires_grad)
+            for _, group in self._units
+            if not group.is_sharded
+            for inner in group.fsdp_params
+        ]
+
+    def _take_kept(self) -> None:
+        """Let parameters and what they are gathered into be frozen alike, as a script has frozen one of the two."""
+        for inner, was_trained in self._kept:
+            both = (inner.sharded_param, gathered_of(inner))
+            if any(each.requires_grad != was_trained for each in both):
+                for each in both:
+                    each.requires_grad_(not was_trained)
+        self._kept = []
+
     def reshard(self) -> None:
-        """Free gathered parameters: a forward without backward leaves some, and their values get old."""
-        if self._stays_gathered:
+        """Free gathered parameters: a forward without backward leaves some, and their values get old.
+
+        Raises:
+            ConfigError: If a script has written to them.
+        """
+        self.recover()
+        written = [inner for inner, _ in self._kept if self._was_written(inner, gathered_of(inner))]
+        self._take_kept()
+        recorded_at, self._recorded_at = self._recorded_at, None
+        if recorded_at is not None:
             self.modules[0].set_reshard_after_backward(True)
-            self._stays_gathered = False
         self._note_unreduced()
         for module, group in self._units:
             if group._all_gather_result is not None:  # noqa: SLF001 - begun ahead of a forward that has not come
                 group.wait_for_unshard()
             if not group.is_sharded:
+                if recorded_at is not None and group.is_unsharded:
+                    self._leave_to_graph(group, recorded_at)
                 module.reshard()
+        for inner in written:
+            if gathered_of(inner) is not None:
+                forget_gathered(inner)
+        if written:
+            raise _dropped(written[0])
+
+    def _leave_to_graph(self, group: Any, made_at: tuple[int, int]) -> None:
+        """Let a recorded graph, which may still be run, keep what a unit holds; its gradients are added here."""
+        for inner in group.fsdp_params:
+            whole = gathered_of(inner)
+            add = functools.partial(self.add_of_whole, inner.sharded_param, made_at)
+            left = unreduced_gradient(inner, whole)
+            drop_gradient(inner)
+            forget_gathered(inner)
+            if left is not None:
+                whole.grad = left.to(whole.dtype)
+                add(whole)
+            if whole.requires_grad:
+                whole.register_post_accumulate_grad_hook(add)
 
     def _note_unreduced(self) -> None:
         """Note gathered units with gradients: in outputs that torch can't look into, it does not see these units."""
@@ -377,14 +468,32 @@ class ShardedGradients:
 
     # ---- during backward
 
-    def _pre_backward(self, gather: Any, *unused: Any) -> None:
+    def _pre_backward(self, group: Any, task: list[int], gather: Any, *unused: Any) -> None:
         """Gather a unit, which stays gathered after a backward that records a graph, such as for a penalty.
 
         The backward of that graph needs what the unit holds.
+
+        Args:
+            group: Of the unit.
+            task: The last backward that came to it, as its only element.
+            gather: torch's function.
+            *unused: Its arguments.
+
+        Raises:
+            GradientError: If a backward has raised in this unit, so that torch would not gather it.
         """
-        if torch.is_grad_enabled() and not self._stays_gathered:
+        if task[0] != graph_task():
+            if is_in_backward(group) and group.is_sharded:
+                msg = (
+                    "The backward before this one raised, and this one goes through a forward before that. Drop the "
+                    "gradients by `optimizer.zero_grad()`, and run forward again."
+                )
+                raise GradientError(msg)
+            task[0] = graph_task()
+            self._take_kept()
+        if torch.is_grad_enabled() and self._recorded_at is None:
             self.modules[0].set_reshard_after_backward(False)
-            self._stays_gathered = True
+            self._recorded_at = self.version
         gather(*unused)
 
     def _post_backward(self, number: int, group: Any, reduce: Any, *unused: Any) -> None:
@@ -417,22 +526,11 @@ class ShardedGradients:
         """
         trained, is_complete = [], True
         for inner, whole in gathered:
-            if was_written(inner, whole) and id(inner.sharded_param) not in self._excepted:
-                msg = (
-                    f"Parameter '{inner._param_fqn}' was changed during forward. FSDP drops that change, because it "  # noqa: SLF001
-                    "keeps only shards. Change parameters after `optimizer.step()`, or keep the module whole by "
-                    "`ignored_modules`."
-                )
-                raise ConfigError(msg)
+            if self._was_written(inner, whole):
+                raise _dropped(inner)
             has_gradient = unreduced_gradient(inner, whole) is not None
             if not whole.requires_grad and not has_gradient:
                 continue
-            if has_gradient and whole.requires_grad and not inner.sharded_param.requires_grad:
-                msg = (
-                    f"Parameter '{inner._param_fqn}' was frozen after the forward that this backward goes through, "  # noqa: SLF001
-                    "which would give it a gradient all the same. Freeze it before forward, or after backward."
-                )
-                raise GradientError(msg)
             trained.append((inner, whole))
             is_complete &= has_gradient
             key = id(inner.sharded_param)
@@ -443,6 +541,9 @@ class ShardedGradients:
                 self._filled.add(key)
         if not is_complete:
             fill_gradients(trained)
+
+    def _was_written(self, inner: Any, whole: Any) -> bool:
+        return was_written(inner, whole) and id(inner.sharded_param) not in self._excepted
 
     def _reduce_rest(self) -> None:
         """Reduce gradients that torch has left: of ``no_sync``, and of graphs in which it does not see its units.
@@ -467,6 +568,14 @@ class ShardedGradients:
                 "a part of it."
             )
             raise GradientError(msg)
+
+
+def _dropped(inner: Any) -> ConfigError:
+    return ConfigError(
+        f"Parameter '{inner._param_fqn}' was changed during forward. FSDP drops that change, as between forward and "  # noqa: SLF001
+        "backward, because it keeps only shards. Change parameters after `optimizer.step()`, or keep the module whole "
+        "by `ignored_modules`."
+    )
 
 
 def _average(gradients: Sequence[Tensor]) -> None:

@@ -52,7 +52,6 @@ class FSDPModel(ModelWrapper):
     ) -> None:
         super().__init__(module, precision=precision)
         self.__dict__["gradients"] = gradients
-        self.__dict__["_depth"] = 0
         self.__dict__["_held"] = [
             (inner._parameters, name, parameter)  # noqa: SLF001 - the dictionary that holds it
             for inner in module.modules()
@@ -85,7 +84,12 @@ class FSDPModel(ModelWrapper):
         refuse_pickle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Drop (or zero) all gradients, reduced or not."""
+        """Drop (or zero) all gradients, reduced or not.
+
+        Collective: every rank of the world, to zero them after a backward; else none.
+        """
+        if not set_to_none:
+            self.gradients.settle()
         self.gradients.reshard()
         self.gradients.forget()
         super().zero_grad(set_to_none)
@@ -199,7 +203,7 @@ class FSDPModel(ModelWrapper):
         Raises:
             ConfigError: If other tensors are in the place of parameters, with which torch would not compute.
         """
-        if not self._depth:
+        if not self.gradients.depth:
             self.gradients.calls.check_runs("")
             self.gradients.reshard()
             if not all(parameters.get(name) is parameter for parameters, name, parameter in self._held):
@@ -212,20 +216,25 @@ class FSDPModel(ModelWrapper):
                 raise ConfigError(msg)
             if torch.is_inference_mode_enabled():
                 self.gradients.gather_once()
-        self.__dict__["_depth"] += 1
+        self.gradients.depth += 1
+        is_done = False
         try:
             yield
+            is_done = True
         finally:
-            self.__dict__["_depth"] -= 1
-            if not self._depth and not torch.is_grad_enabled():
-                self.gradients.reshard()
+            self.gradients.depth -= 1
+            if not self.gradients.depth:
+                if is_done and torch.is_grad_enabled():
+                    self.gradients.note_kept()
+                else:
+                    self.gradients.reshard()
 
     def _watched(self, output: Any) -> Any:
         """Return the model's output, whose backward raises if parameters have changed by then.
 
         torch gathers parameters again for backward, which autograd's check of saved tensors does not see.
         """
-        if self._depth == 1 and torch.is_grad_enabled():
+        if self.gradients.depth == 1 and torch.is_grad_enabled():
             check = functools.partial(self.gradients.check_age, self.gradients.version)
             for _, tensor in tensors_of(output):
                 if tensor.requires_grad and not tensor.is_leaf:

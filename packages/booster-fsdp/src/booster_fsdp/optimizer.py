@@ -193,6 +193,7 @@ class FSDPOptimizer(OptimizerWrapper):
         Collective: every rank of the world; under ``no_sync`` only for the gathers of parameters.
         """
         self._sharded.has_backward = True
+        self._sharded.recover()
         super().backward(loss, inputs, retain_graph=retain_graph)
 
     def check_inputs(self, inputs: tuple[Any, ...]) -> None:
@@ -291,7 +292,12 @@ class FSDPOptimizer(OptimizerWrapper):
         return gradient
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Drop (or zero) all gradients, reduced or not."""
+        """Drop (or zero) all gradients, reduced or not.
+
+        Collective: as `settle`, to zero them; else none.
+        """
+        if not set_to_none:  # which of them stay, is known then
+            self.settle()
         trained = self.trained_parameters()
         is_alone = len(self.scaling.optimizers) == 1
         self._sharded.forget(None if is_alone else {id(parameter) for parameter in trained})

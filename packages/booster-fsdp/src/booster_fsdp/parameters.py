@@ -18,6 +18,8 @@ from booster_core.ranks import NamedCall
 from booster_runtime.memory import values_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 _GRAD: Any = torch.Tensor.grad
@@ -30,11 +32,15 @@ class ShardedTensor(DTensor):
     Attributes:
         is_copy: Whether it holds copies of elements of a parameter, so that nothing would see a write.
         writes: How often scripts have written to the tensors that share this list, as its only element.
+        on_drop: Called when a parameter's gradient is set to ``None``.
+        on_absent: Called when a parameter's gradient is read and there is none; raises where it is not reduced yet.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001 - as in torch's class
     is_copy: bool
     writes: list[int]
+    on_drop: Callable[[], None] | None = None
+    on_absent: Callable[[], None] | None = None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out the operation
@@ -90,14 +96,22 @@ class ShardedTensor(DTensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, a `ShardedTensor` as well."""
+        """The gradient, a `ShardedTensor` as well.
+
+        Raises:
+            GradientError: If it is not reduced yet.
+        """
         gradient: Tensor | None = gradient_of(self)
+        if gradient is None and self.on_absent is not None:
+            self.on_absent()
         if type(gradient) is DTensor:
             gradient = self.grad = _made_from(gradient, None)
         return gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
+        if gradient is None and self.on_drop is not None:
+            self.on_drop()
         _GRAD.__set__(self, gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -198,7 +212,8 @@ def _unsupported(func: Any, why: str) -> ConfigError:
         "boosted model, on every rank, with `writes=True` where it changes parameters. In forward, parameters are "
         "whole while their unit runs: for a part of the model that runs outside of it, name a method that calls it in "
         "`TorchFSDPPlugin(forward_methods=[...])`, or choose units without it by `unit_classes`, as what belongs to "
-        "no unit is gathered for the whole forward."
+        "no unit is gathered for the whole forward. What replaces parameters, as `resize_token_embeddings`, "
+        "comes before `boost`."
     )
 
 

@@ -22,7 +22,6 @@ from booster_core.plugin import (
     GradientScaling,
     like,
     place_model,
-    unwrap_model,
     write_gradient,
 )
 from booster_core.precision import PrecisionPolicy
@@ -259,15 +258,14 @@ class TorchFSDPPlugin(Strategy):
         optimizers = _optimizers_of(model)
         if not optimizers:  # whose gradients raise in backward
             return None
-        cast("FSDPModel", model).gradients.reshard()
-        parameter = unwrap_model(model).get_parameter(name)
+        parameter = cast("FSDPModel", model).gradients.parameters[name]
         holder = next((each for each in optimizers if id(parameter) in each.listed_parameters()), optimizers[0])
         return holder.full_gradient(parameter)
 
     def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
         """Replace this rank's part of a parameter's gradient, which `full_gradient` has returned just before."""
         optimizers = model.boosted_optimizers
-        gradient = unwrap_model(model).get_parameter(name).grad
+        gradient = cast("FSDPModel", model).gradients.parameters[name].grad
         assert gradient is not None, "`full_gradient` has returned it"
         if not isinstance(gradient, DTensor):
             write_gradient(gradient, values, optimizers)

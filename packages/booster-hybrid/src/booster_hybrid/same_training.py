@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.ranks import digest
 from booster_core.state import NamedTensors
 from booster_hybrid.same_batch import BatchNumbers, different_batches
+from booster_hybrid.tensor_parallel.tables import outside_of_layer, watch_tables
 from booster_runtime import collectives
 from booster_runtime.memory import is_absent
 from booster_runtime.sharding import control_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-    from torch import Tensor
-    from torch.utils.hooks import RemovableHandle
+    from torch import Tensor, nn
 
     from booster_hybrid.mesh import Axis
     from booster_hybrid.state import LocalModel
@@ -90,8 +89,8 @@ class RequiresGradCheck:
 class DirectWeightUses:
     """Finds what a loss reads of parameters of which each rank has a part, elsewhere than where they are split.
 
-    The graph of the first loss is looked at as a whole: the model's forward may read them, tables alone the module that
-    has them. Of later losses it is what was computed outside of the model's forward.
+    That is what was computed outside of the model's forward, but by a layer. Products with tables, and lookups in them,
+    raise by themselves (`SplitTable`), in forward as well.
 
     Args:
         model: The user's model, split.
@@ -100,35 +99,9 @@ class DirectWeightUses:
 
     def __init__(self, model: nn.Module, parts: Mapping[int, str]) -> None:
         self._parts = parts
-        self._tables: set[int] = set()
+        self._tables = watch_tables(model, parts)
         self._spans: list[tuple[int, int]] = []
-        self._own: dict[int, list[tuple[int, int]]] = {}
         self._start = 0
-        self._num_checked = 0
-        self._hooks: list[RemovableHandle] = []
-        for module in model.modules():
-            held = [id(each) for each in module.parameters(recurse=False) if id(each) in parts]
-            if held and (isinstance(module, nn.Embedding) or getattr(module.forward, "vocabulary", None) is not None):
-                self._tables.update(held)
-            if held:
-                self._watch(module, held)
-
-    def _watch(self, module: nn.Module, held: Sequence[int]) -> None:
-        """Note, until the first loss, when a module runs."""
-        starts: list[int] = []
-
-        def enter(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                starts.append(_next_number())
-
-        def leave(*_: Any) -> None:
-            if starts:
-                span = starts.pop(), _next_number()
-                for each in held:
-                    self._own.setdefault(each, []).append(span)
-
-        self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
-        self._hooks.append(module.register_forward_hook(leave))
 
     def begin(self) -> None:
         """Begin a forward of the model."""
@@ -145,33 +118,15 @@ class DirectWeightUses:
         Raises:
             ConfigError: If so, on all ranks.
         """
-        is_first, self._num_checked = not self._num_checked, self._num_checked + 1
-        if loss.grad_fn is None or not (is_first or self._spans):
+        if loss.grad_fn is None or not self._spans:
             return
-        for node, key in self._readers(loss.grad_fn, are_all=is_first):
-            number = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
-            spans = [*self._own.get(key, ()), *(() if key in self._tables and is_first else self._spans)]
-            if not (_is_ours(node) or any(start < number < stop for start, stop in spans)):
-                msg = (
-                    f"The loss reads parameter '{self._parts[key]}' outside of the layer that has it ({node.name()}), "
-                    "and each rank has a part of it: a penalty on it, or logits made of it, would be those of a part. "
-                    "Call the layer, or `linear_cross_entropy` with it; for a penalty use the optimizer's "
-                    "`weight_decay`, or leave out the parameters that have another shape here than in your own model. "
-                    "`unchecked='allow'` takes parts for whole."
-                )
-                raise ConfigError(msg)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._own.clear()
+        for node, key in self._readers(loss.grad_fn):
+            is_lookup = key in self._tables and node.name().startswith("EmbeddingBackward")
+            if not (is_lookup or _is_ours(node) or self._is_inside(node)):
+                raise outside_of_layer(self._parts[key], node.name())
 
-    def _readers(self, root: Any, *, are_all: bool) -> Iterator[tuple[Any, int]]:
-        """Yield the nodes of a graph that read such parameters, with a parameter's ``id``.
-
-        Args:
-            root: The loss's node.
-            are_all: Whether to look at nodes of the model's forward as well.
-        """
+    def _readers(self, root: Any) -> Iterator[tuple[Any, int]]:
+        """Yield the nodes outside of the model's forward that read such parameters, with a parameter's ``id``."""
         waiting, seen = [root], {root}
         while waiting:
             node = waiting.pop()
@@ -179,13 +134,13 @@ class DirectWeightUses:
                 key = id(getattr(following, "variable", None))
                 if key in self._parts:
                     yield node, key
-                elif following is not None and following not in seen and (are_all or not self._is_inside(following)):
+                elif following is not None and following not in seen and not self._is_inside(following):
                     seen.add(following)
                     waiting.append(following)
 
     def _is_inside(self, node: Any) -> bool:
         """Return whether a node was made in a forward of the model."""
-        number = node._sequence_nr()  # noqa: SLF001 - as above
+        number = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
         place = bisect.bisect_left(self._spans, (number, 0)) - 1
         return place >= 0 and number < self._spans[place][1]
 

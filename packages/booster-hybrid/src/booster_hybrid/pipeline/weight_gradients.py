@@ -20,11 +20,16 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from booster_hybrid.tensor_parallel.linear import is_linear, is_transposed
+from booster_hybrid.tensor_parallel.tables import SplitTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torch import Tensor
+
+
+_OWN = (nn.Parameter, SplitTable)
+"""Classes whose values are here."""
 
 
 class PendingGradients:
@@ -196,7 +201,7 @@ class SplitBackward:
         accepted = {
             index: each
             for index, each in enumerate(parameters)
-            if type(each) is nn.Parameter and each.requires_grad and pending.may_wait(each)
+            if isinstance(each, nn.Parameter) and type(each) in _OWN and each.requires_grad and pending.may_wait(each)
         }
         self._accept(accepted.values(), pending)
         return Waiting(pending, parameters, accepted.keys()) if accepted else None

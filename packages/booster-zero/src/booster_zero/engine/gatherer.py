@@ -393,7 +393,7 @@ class Gatherer:
                 "or from `model.state_dict()` of the boosted model, and change them inside of `with "
                 "model.whole_parameters(writes=True):`, each on every rank. `booster.save_model` writes files, "
                 "`booster_runtime.ema(booster, model)` keeps an average; copy the model inside of such a block, or "
-                "before `boost`."
+                "before `boost`. What replaces parameters, as `resize_token_embeddings`, comes before `boost`."
             )
             raise ConfigError(msg)
         self.use(bucket)

@@ -138,9 +138,13 @@ class ShardedOptimizer(OptimizerWrapper):
     def gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's pieces, averaged over ranks.
 
+        Raises:
+            GradientError: If a script has assigned ``parameter.grad``.
+
         Collective: every rank of the world, where there was a backward since the last call.
         """
         self.settle()
+        self.reducer.check_assigned()
         return [
             gradient
             for bucket in self.layout.buckets
@@ -169,6 +173,7 @@ class ShardedOptimizer(OptimizerWrapper):
             yield self.gradients()
             return
         self.settle()
+        self.reducer.check_assigned()
         for bucket in self.buckets():
             if bucket.has_gradient:
                 with bucket.in_use(Role.GRAD, changes=True):
