@@ -12,7 +12,6 @@ from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
     from booster_runtime.activations import disable_activation_checkpointing, enable_activation_checkpointing
-    from booster_runtime.causal_lm_loss import enable_linear_cross_entropy
     from booster_runtime.compiling import compile_layers
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from booster_runtime.muon import Muon
     from booster_runtime.offloading import offload_states, reload_states
     from booster_runtime.replicas import check_replicas
-    from booster_runtime.vocabulary_loss import linear_cross_entropy
+    from booster_runtime.vocabulary_loss import enable_linear_cross_entropy, linear_cross_entropy
     from booster_runtime.whole_tensors import full_gradient, full_state, gathered, set_full_gradient, set_full_state
 
 __all__ = [
@@ -64,7 +63,6 @@ __getattr__, __dir__ = public_names(
     {
         ".activations": ["disable_activation_checkpointing", "enable_activation_checkpointing"],
         ".compiling": ["compile_layers"],
-        ".causal_lm_loss": ["enable_linear_cross_entropy"],
         ".data.batches": ["to_device"],
         ".data.packing": ["PackedDocuments", "cu_seq_lens", "document_mask"],
         ".data.metrics": ["gather_for_metrics", "reduce"],
@@ -73,7 +71,7 @@ __getattr__, __dir__ = public_names(
         ".whole_tensors": ["full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"],
         ".muon": ["Muon"],
         ".lazy": ["LazyInitContext"],
-        ".vocabulary_loss": ["linear_cross_entropy"],
+        ".vocabulary_loss": ["enable_linear_cross_entropy", "linear_cross_entropy"],
         ".loops": ["Evaluation", "StopSignal", "accumulate", "evaluate_batch", "join", "train_batch"],
         ".offloading": ["offload_states", "reload_states"],
         ".replicas": ["check_replicas"],
