@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import re
 import sys
 
 import pytest
@@ -77,17 +76,9 @@ def test_materialize_needs_the_context_to_be_over() -> None:
             materialize(model)
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("nowhere", "`default_device='nowhere'` is not a device"),
-        ("meta", "no values to initialise"),
-        (lambda: "nowhere", "`default_device='nowhere'` is not a device"),
-        (lambda: torch.device("meta"), "no values to initialise"),
-    ],
-)
-def test_default_device_is_checked(device, message) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("device", ["meta", lambda: torch.device("meta")])
+def test_default_device_has_values(device) -> None:
+    with pytest.raises(ConfigError, match="no values to initialise"):
         LazyInitContext(default_device=device)
 
 
@@ -102,22 +93,6 @@ def test_default_device_may_be_a_function(device) -> None:
     assert is_lazy(model)
     materialize(model)
     assert model.weight.device.type == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("given", "got"),
-    [
-        (nn.Linear(2, 2), "`Linear`"),
-        (torch.device, "`type`"),
-        (0.5, "`float`"),
-        (Booster("cpu"), "`Booster`"),
-        (lambda: None, "a function that returns `NoneType`"),
-    ],
-)
-def test_default_device_that_is_none(given, got) -> None:
-    message = f"a device, its name such as 'cpu', or a function that returns one; got {got}. Pass `booster.device`"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        LazyInitContext(default_device=given)
 
 
 def test_a_real_tensor_cannot_become_lazy() -> None:

@@ -117,11 +117,11 @@ class Plain(nn.Module):
             return hidden, self.head
         if self.loss == "by chunks":
             return by_chunks((hidden, self.head), {"labels": labels})
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
 def by_chunks(outputs, batch):
-    return linear_cross_entropy(*outputs, batch["labels"], label_smoothing=0.1)
+    return linear_cross_entropy(*outputs, batch["labels"])
 
 
 def plain(loss):

@@ -12,7 +12,6 @@ from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
     from booster_runtime.activations import disable_activation_checkpointing, enable_activation_checkpointing
-    from booster_runtime.causal_lm_loss import enable_linear_cross_entropy
     from booster_runtime.compiling import compile_layers
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from booster_runtime.muon import Muon
     from booster_runtime.offloading import offload_states, reload_states
     from booster_runtime.replicas import check_replicas
-    from booster_runtime.vocabulary_loss import linear_cross_entropy
+    from booster_runtime.vocabulary_loss import enable_linear_cross_entropy, linear_cross_entropy
     from booster_runtime.whole_tensors import full_gradient, full_state, gathered, set_full_gradient, set_full_state
 
 __all__ = [

@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
 from booster_core.state import (
     TensorShard,
-    copy_to_whole,
     full_box,
     named_modules,
     natural_order,
     slices_of,
     without_adapters,
 )
+from booster_runtime.whole_tensors import sum_owned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
 
 _BUCKET_BYTES = 1 << 28
-_ALIGNMENT = 16
-"""Bytes at whose multiples tensors begin, for any format."""
 
 
 def whole_parameters(
@@ -95,7 +92,8 @@ def whole_parameters(
         merges |= merges_of_rank
     in_files = booster.checkpoint_io.names_in_files(without_adapters(module))
     for bucket in _buckets(forms, merges, bucket_bytes):
-        tensors = _gather(shards, {name: forms[name] for group in bucket for name in group}, booster.device, rank)
+        wanted = {name: forms[name] for group in bucket for name in group}
+        tensors = sum_owned(shards.of(wanted), wanted, booster.device, rank)
         for name, *_ in bucket:
             tensor = tensors[name]
             for layer in merges.get(name, ()):
@@ -236,35 +234,6 @@ class _OwnShards:
                 seen.add(key)
                 num_left -= 1
                 yield shard
-
-
-def _gather(
-    shards: _OwnShards, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device, rank: int | None
-) -> dict[str, Tensor]:
-    """Return whole tensors by name; on other ranks than ``rank``, tensors on the device ``meta``.
-
-    Collective: every rank of the world.
-    """
-    offsets, size = {}, 0
-    for name, (shape, dtype) in forms.items():
-        offsets[name] = size
-        size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    # Each byte is set on one rank and zero on the others, so that a sum of bytes changes no value.
-    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-    tensors = {
-        name: buffer[offsets[name] : offsets[name] + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        for name, (shape, dtype) in forms.items()
-    }
-    for shard in shards.of(forms):
-        copy_to_whole(shard, tensors[shard.name])
-    if dist.is_initialized() and dist.get_world_size() > 1 and size:
-        if rank is None:
-            dist.all_reduce(buffer)
-        else:
-            dist.reduce(buffer, rank)
-    if rank is None or not dist.is_initialized() or dist.get_rank() == rank:
-        return tensors
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forms.items()}
 
 
 def _as_in_files(

@@ -32,15 +32,8 @@ _INSTALL = "`pip install 'booster-runtime[lora]'`"
 _CONFIG = "adapter_config.json"
 _LORA_KINDS = frozenset({"LORA", "ADALORA"})
 _SHARDING = frozenset({"single", "ddp", "fsdp", "zero", "gemini"})
-_TESTED_UNDER = {
-    "FOURIERFT": _SHARDING,
-    "IA3": _SHARDING,
-    "LOHA": _SHARDING,
-    "LOKR": _SHARDING,
-    "OFT": _SHARDING,
-    "VERA": _SHARDING,
-}
-"""Plugins under which adapters of another kind get the gradients of one process, by peft's name of the kind."""
+_TESTED = frozenset({"FOURIERFT", "IA3", "LOHA", "LOKR", "OFT", "VERA"})
+"""Adapters of other kinds, by peft's names, that get the gradients of one process under `_SHARDING`."""
 
 
 def add_adapters(
@@ -145,18 +138,11 @@ def _check_kinds(model: nn.Module, plugin: Plugin) -> None:
     """Raise for adapters whose gradients under this plugin are wrong, or that nobody has compared."""
     kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
     for kind in sorted(kinds - _LORA_KINDS):
-        tested = _TESTED_UNDER.get(kind)
-        if tested is None:
-            known = ", ".join(sorted({*_LORA_KINDS, *_TESTED_UNDER}))
-            msg = (
-                f"Adapters of type {kind} have not been tested with Booster: their gradients may be wrong. Tested are "
-                f"{known}."
-            )
-            raise ConfigError(msg)
-        if plugin.name not in tested:
+        if kind not in _TESTED or plugin.name not in _SHARDING:
             msg = (
                 f"Adapters of type {kind} have not been tested under plugin '{plugin.name}': their gradients may be "
-                f"wrong. Use one of {', '.join(sorted(tested))}, or a `peft.LoraConfig`."
+                f"wrong. Tested are {', '.join(sorted(_TESTED))} under {', '.join(sorted(_SHARDING))}, and "
+                f"{' and '.join(sorted(_LORA_KINDS))} under every plugin."
             )
             raise ConfigError(msg)
 

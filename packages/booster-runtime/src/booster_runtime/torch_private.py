@@ -27,7 +27,6 @@ NAMES = (
     "_C._dispatch_keys",
     "_C._get_privateuse1_backend_name",
     "_C._get_schema",
-    "_C._len_torch_dispatch_stack",
     "_compile._disable_dynamo",
     "_foreach_copy_",
     "_foreach_lerp_",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["Trace", "read_trace", "read_traces"]
+__all__ = ["Trace", "read_traces"]
 
 _MICROSECONDS = 1e6
 _EVERY = 256
@@ -77,19 +77,11 @@ def read_traces(folder: Path) -> list[dict[str, Any]]:
     if not paths:
         msg = f"'{folder}' holds no *-rank*.trace.json. Name that of `HybridParallelPlugin(pipeline_record=...)`."
         raise ConfigError(msg)
-    return [event for path in paths for event in read_trace(path)]
-
-
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Return the events of one rank's trace; a last line that was cut off by a kill is left out.
-
-    Raises:
-        ConfigError: If it can't be read.
-    """
-    return list(_read(path))
+    return [event for path in paths for event in _read(path)]
 
 
 def _read(path: Path) -> Iterable[dict[str, Any]]:
+    """Yield the events of one rank's trace; see `read_traces`."""
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines[1:], 2):
         try:

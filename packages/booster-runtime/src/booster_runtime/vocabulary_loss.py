@@ -8,29 +8,35 @@ The head is called as a module, once, so that whatever a strategy does around it
 splitting its vocabulary) happens as for logits.
 
 torch 2.13 has a `linear_cross_entropy` of its own. It adds losses up in the format of the hidden states (for 2,048
-tokens in bf16 the sum was 4% off), has whole logits for label smoothing, and took 4 to 12 times as long on a CPU.
+tokens in bf16 the sum was 4% off), and took 4 to 12 times as long on a CPU.
+
+While a causal language model of transformers trains on labels, its head returns this loss, and its loss function takes
+that in the place of logits. This is right for models that hand the head's outputs to the loss function as they are, and
+every call checks that.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import inspect
+import sys
+from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from booster_core.errors import ConfigError
+from booster_core.plugin import ModelWrapper
 from booster_core.state import own_class
 from booster_runtime.label_means import labels_of_mean
 from booster_runtime.memory import block_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torch import Tensor
+    from contextlib import AbstractContextManager
 
 
 _CHUNK_BYTES, _DEVICE_CHUNK_BYTES = 1 << 27, 1 << 29
@@ -38,18 +44,17 @@ _CHUNK_BYTES, _DEVICE_CHUNK_BYTES = 1 << 27, 1 << 29
 _BLOCK_BYTES, _DEVICE_BLOCK_BYTES = 1 << 22, 1 << 27
 """Of these, what is in fp32 at once."""
 _ABSENT = object()
+_REMEDY = "Compute its loss from whole logits: leave out `enable_linear_cross_entropy`."
 
 
 class SplitVocabulary(Protocol):
     """How tensor parallel ranks share the vocabulary of a head: what its ``forward`` has as ``vocabulary``.
 
     Attributes:
-        size: Length of the whole vocabulary.
         first: Index of this rank's first logit in it.
         largest_size: Length of the longest part, so that all ranks take chunks of equally many tokens.
     """
 
-    size: int
     first: int
     largest_size: int
 
@@ -69,12 +74,10 @@ class _LabelLoss:
 
     Args:
         ignore_index: Label of tokens that don't count.
-        smoothing: Share of each label that all words have evenly.
         vocabulary: How ranks share the words; ``None`` if they don't.
     """
 
     ignore_index: int
-    smoothing: float = 0.0
     vocabulary: SplitVocabulary | None = None
 
     def differentiate(self, logits: Tensor, labels: Tensor, *, is_used: bool) -> Tensor:
@@ -85,45 +88,32 @@ class _LabelLoss:
             labels: Shape ``(tokens,)``, indices of the whole vocabulary.
             is_used: Whether the gradient is used; else the logits are left in any state.
         """
-        vocabulary, smoothing = self.vocabulary, self.smoothing
-        size = logits.shape[-1] if vocabulary is None else vocabulary.size
         wide = torch.promote_types(logits.dtype, torch.float32)
         is_counted = labels != self.ignore_index
         index, is_here = self._local(labels.masked_fill(~is_counted, 0), logits.shape[-1])
         of_label = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1).to(wide)
         terms = torch.empty((3, labels.numel()), dtype=wide, device=logits.device)
         terms[2] = of_label if is_here is None else of_label.masked_fill(~is_here, 0)
-        of_all = torch.zeros_like(terms[0])
         for rows in _chunks(logits, logits.shape[-1], wide, _BLOCK_BYTES, _DEVICE_BLOCK_BYTES):
             values = logits[rows]
             # Where all logits are -inf, their differences to it would be no numbers.
             largest = values.amax(-1).to(wide).clamp_(min=torch.finfo(wide).min)
             values = values.sub_(largest.unsqueeze(-1)) if values.dtype == wide else values - largest.unsqueeze(-1)
-            if smoothing:
-                of_all[rows] = values.sum(-1)
             values.exp_()
             terms[0, rows], terms[1, rows] = largest, values.sum(-1)
             if is_used and values.dtype != logits.dtype:
                 logits[rows] = values
-        of_ranks = terms.unsqueeze(0) if vocabulary is None else vocabulary.gather(terms)
+        of_ranks = terms.unsqueeze(0) if self.vocabulary is None else self.vocabulary.gather(terms)
         largest = of_ranks[:, 0].amax(0)
         normalizer = (of_ranks[:, 1] * (of_ranks[:, 0] - largest).exp_()).sum(0)
         # Not added to the largest logit first, where small differences would be lost.
-        losses = normalizer.log() - (1 - smoothing) * (of_ranks[:, 2].sum(0) - largest)
-        if smoothing:
-            of_all += logits.shape[-1] * (terms[0] - largest)
-            if vocabulary is not None:
-                vocabulary.sum(of_all)
-            losses -= smoothing / size * of_all
+        losses = normalizer.log() - (of_ranks[:, 2].sum(0) - largest)
         if is_used:
-            share = is_counted.to(wide).mul_(smoothing / size)
             factor = (terms[0] - largest).exp_() / normalizer * is_counted
             for rows in _chunks(logits, logits.shape[-1], wide, _BLOCK_BYTES, _DEVICE_BLOCK_BYTES):
                 logits[rows] *= factor[rows].unsqueeze(-1)  # the CPU has products of two formats in memory, whole
-                if smoothing:
-                    logits[rows] -= share[rows].unsqueeze(-1)
             # Computed in the wide format: probabilities near 1 have few digits left in narrow ones.
-            at_label = ((of_label - largest).exp_() / normalizer - (1 - smoothing)).mul_(is_counted).sub_(share)
+            at_label = ((of_label - largest).exp_() / normalizer - 1).mul_(is_counted)
             places = torch.arange(labels.numel(), device=logits.device), index
             changed = at_label.to(logits.dtype)
             # Not `scatter_`, which has narrow formats in memory in fp32, whole.
@@ -231,7 +221,6 @@ class HeadLoss:
         labels: Shape ``(...)``, the tokens that its inputs, of shape ``(..., hidden size)``, are to predict.
         ignore_index: Label of tokens that don't count.
         on_loss: Called with the loss.
-        label_smoothing: Share of each label that all words have evenly.
     """
 
     def __init__(
@@ -240,10 +229,8 @@ class HeadLoss:
         labels: Tensor,
         ignore_index: int,
         on_loss: Callable[[Tensor], object] = lambda _: None,
-        label_smoothing: float = 0.0,
     ) -> None:
-        self._head, self._labels, self._on_loss = head, labels, on_loss
-        self._ignore_index, self._smoothing = ignore_index, label_smoothing
+        self._head, self._labels, self._ignore_index, self._on_loss = head, labels, ignore_index, on_loss
 
     @_disable_dynamo  # the compiler would unroll the loop over chunks
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -269,7 +256,7 @@ class HeadLoss:
             weight,
             bias,
             self._labels.to(hidden.device).reshape(-1),
-            _LabelLoss(self._ignore_index, self._smoothing, getattr(self._forward, "vocabulary", None)),
+            _LabelLoss(self._ignore_index, getattr(self._forward, "vocabulary", None)),
             torch.is_grad_enabled(),
         )
         self._on_loss(total)
@@ -317,7 +304,6 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
     """Return ``cross_entropy(head(hidden), labels)`` without having all logits in memory.
@@ -332,14 +318,13 @@ def linear_cross_entropy(
         labels: Shape ``(...)``, the token that each hidden state is to predict: shift them before.
         ignore_index: Label of tokens that don't count.
         reduction: ``"mean"`` over the counted tokens, or their ``"sum"``.
-        label_smoothing: Share of each label that all words have evenly, in ``[0, 1]``, as of `cross_entropy`.
         num_items_in_batch: What to divide the sum by instead, as the losses of transformers take it.
 
     Returns:
         The loss, without dimensions, in fp32 or wider.
 
     Raises:
-        ValueError: If ``reduction`` or ``label_smoothing`` is another.
+        ValueError: If ``reduction`` is another.
         ConfigError: If the head is another layer, or the shapes don't fit.
         IndexError: If a label that counts is outside of a split vocabulary; torch raises for a whole one.
 
@@ -351,12 +336,148 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum"):
         msg = f"`reduction={reduction!r}` is none of 'mean', 'sum'. For losses of each token, compute the logits."
         raise ValueError(msg)
-    if not 0 <= label_smoothing <= 1:
-        msg = f"`label_smoothing={label_smoothing}` is a share of each label, between 0 and 1."
-        raise ValueError(msg)
-    loss = HeadLoss(head, labels, ignore_index, label_smoothing=label_smoothing)
-    total = loss.run(hidden)
+    total = HeadLoss(head, labels, ignore_index).run(hidden)
     if num_items_in_batch is None and reduction == "sum":
         return total
     count: Any = labels_of_mean(labels, ignore_index) if num_items_in_batch is None else num_items_in_batch
     return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
+
+
+def enable_linear_cross_entropy(model: nn.Module) -> None:
+    """Let a causal language model of transformers train without having all logits in memory; call it before `boost`.
+
+    In training mode, a call with ``labels`` returns the model's own loss, equal to rounding, and ``None`` for logits;
+    see `linear_cross_entropy`. Calls without labels, or in evaluation mode, are as before.
+
+    Args:
+        model: The user's model, or an adapted one.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+        ConfigError: If it is boosted or has this already, or no part of it is a model of transformers with a linear
+            head and the usual loss of causal language models. A call of the model on labels raises it if its loss is
+            not computed from the head's outputs as they are, as where logits are scaled or capped.
+
+    Collective: none, but every rank must do the same.
+    """
+    if not isinstance(model, nn.Module):
+        msg = f"`enable_linear_cross_entropy` needs a torch.nn.Module; got `{type(model).__name__}`."
+        raise TypeError(msg)
+    if isinstance(model, ModelWrapper):
+        msg = "`enable_linear_cross_entropy` changes a user's model: call it before `boost`."
+        raise ConfigError(msg)
+    owner = _find(model)
+    loss = _CausalLoss()
+    owner.register_forward_pre_hook(loss.begin, with_kwargs=True)
+    owner.register_forward_hook(loss.end, always_call=True)
+
+
+def _find(model: nn.Module) -> Any:
+    """Return the causal language model in a model.
+
+    Raises:
+        ConfigError: If there is none whose loss is known, or it was changed already.
+    """
+    known: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    for module in model.modules():
+        head: Any = module.get_output_embeddings() if isinstance(module, known) else None
+        if head is None:
+            continue
+        if any(isinstance(getattr(hook, "__self__", None), _CausalLoss) for hook in module._forward_hooks.values()):  # noqa: SLF001 - no public name
+            msg = "`enable_linear_cross_entropy` was called for this model already."
+            raise ConfigError(msg)
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        if module.loss_function is not ForCausalLMLoss:
+            msg = f"The loss of `{type(module).__name__}` is not that of causal language models. {_REMEDY}"
+            raise ConfigError(msg)
+        if own_class(head) is not nn.Linear:
+            msg = f"The head of `{type(module).__name__}` is a `{type(head).__name__}`, not a linear layer. {_REMEDY}"
+            raise ConfigError(msg)
+        return module
+    msg = (
+        f"`{type(model).__name__}` has no causal language model of transformers in it. In a model of your own, return "
+        "`linear_cross_entropy(hidden, self.head, labels)` from forward."
+    )
+    raise ConfigError(msg)
+
+
+class _CausalLoss:
+    """Puts the loss by chunks in the place of logits during a call of a model."""
+
+    def __init__(self) -> None:
+        self._labels: Tensor | None = None
+        self._shifted: Tensor | None = None
+        self._total: Tensor | None = None
+        self._head: AbstractContextManager[None] | None = None
+        self._is_used = False
+
+    @_disable_dynamo
+    def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let the head compute the loss, if the call has labels."""
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        labels = given.get("labels")
+        if labels is None or not model.training:
+            return
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        if model.loss_function is not ForCausalLMLoss:
+            msg = (
+                "The model's loss function was replaced, as for sequences that are split over ranks, whose loss is "
+                f"computed over each rank's positions. {_REMEDY}"
+            )
+            raise ConfigError(msg)
+        ignore_index = given.get("ignore_index", -100)
+        shifted = given.get("shift_labels")
+        if shifted is None:
+            shifted = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        head = model.get_output_embeddings()
+        in_place = HeadLoss(head, shifted, ignore_index, self._note).in_place()
+        in_place.__enter__()
+        self._head, self._labels, self._shifted, self._total, self._is_used = in_place, labels, shifted, None, False
+        model.loss_function = self._divide
+
+    def _note(self, total: Tensor) -> None:
+        if self._total is not None:
+            msg = f"The model calls its head more than once. {_REMEDY}"
+            raise ConfigError(msg)
+        self._total = total
+
+    @_disable_dynamo
+    def _divide(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        **_: Any,
+    ) -> Tensor:
+        """Return the mean loss of the counted tokens; takes what the loss functions of transformers take."""
+        del vocab_size
+        if logits is not self._total or labels is not self._labels or self._shifted is None:
+            msg = f"The model changes its head's outputs, or the labels, before it computes its loss. {_REMEDY}"
+            raise ConfigError(msg)
+        self._is_used = True
+        count: Any = labels_of_mean(self._shifted, ignore_index) if num_items_in_batch is None else num_items_in_batch
+        return logits / (count.to(logits.device) if isinstance(count, Tensor) else count)
+
+    @_disable_dynamo
+    def end(self, model: Any, args: tuple[Any, ...], outputs: Any) -> Any:
+        """Put back what `begin` has replaced, and take the loss out of the place of logits."""
+        del args
+        if self._head is None:
+            return None
+        self._head.__exit__(None, None, None)
+        del model._loss_function  # noqa: SLF001 - what the setter of transformers sets; there is no other way back
+        total, self._head, self._labels, self._shifted, self._total = self._total, None, None, None, None
+        if outputs is None:  # forward has raised
+            return None
+        if not self._is_used:
+            msg = f"The model's loss is not computed by its loss function. {_REMEDY}"
+            raise ConfigError(msg)
+        if is_dataclass(outputs):
+            changed: Any = replace(outputs, logits=None)  # type: ignore[type-var]
+            return changed
+        return tuple(None if each is total else each for each in outputs)

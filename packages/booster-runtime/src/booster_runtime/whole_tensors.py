@@ -22,7 +22,7 @@ from booster_core.errors import ConfigError
 from booster_core.state import TensorMeta, TensorShard, byte_view, copy_part, copy_to_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter
 
-__all__ = ["assembled", "full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"]
+_ALIGNMENT = 16
+"""Bytes at whose multiples tensors begin, for any format."""
+
+__all__ = ["assembled", "full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state", "sum_owned"]
 
 
 @contextlib.contextmanager
@@ -267,13 +270,45 @@ def assembled(
         if numel != math.prod(shape):
             msg = f"Of '{key}', of shape {shape} and {dtype}, there are {numel} elements on all ranks together."
             raise ConfigError(msg)
-        whole = torch.zeros(shape, dtype=dtype, device=device)
-        for shard in own[key]:
-            copy_to_whole(shard, whole)
-        if coordinator.world_size > 1 and numel:
-            # Each byte is set on one rank and zero on the others, so that a sum of bytes changes no value.
-            dist.all_reduce(byte_view(whole))
-        yield key, whole
+        yield from sum_owned(own[key], {key: (shape, dtype)}, device).items()
+
+
+def sum_owned(
+    shards: Iterable[TensorShard],
+    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    device: torch.device,
+    rank: int | None = None,
+) -> dict[str, Tensor]:
+    """Return whole tensors by key, which travel as one buffer.
+
+    Args:
+        shards: The parts that this rank owns; each is used before the next is asked for.
+        forms: Shape and format of each tensor, the same on every rank.
+        device: Of the whole tensors.
+        rank: The rank that gets them; others get tensors on the device ``meta``. ``None`` gives them to all.
+
+    Collective: every rank of the world.
+    """
+    offsets, size = {}, 0
+    for key, (shape, dtype) in forms.items():
+        offsets[key] = size
+        size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    # Each byte is set on one rank and zero on the others, so that a sum of bytes changes no value.
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+    tensors = {
+        key: buffer[offsets[key] : offsets[key] + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for key, (shape, dtype) in forms.items()
+    }
+    for shard in shards:
+        copy_to_whole(shard, tensors[shard.key])
+    if dist.is_initialized() and dist.get_world_size() > 1 and size:
+        if rank is None:
+            dist.all_reduce(buffer)
+        else:
+            dist.reduce(buffer, rank)
+    if rank is None or not dist.is_initialized() or dist.get_rank() == rank:
+        return tensors
+    return {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in forms.items()}
 
 
 def _check_found(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -63,12 +62,3 @@ def _made_together(groups: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]
             rounds.append(free := {})
         free[color] = ranks
     return [list(each.values()) for each in rounds]
-
-
-def timeout_of(group: ProcessGroup) -> float:
-    """Return the time limit of a group's collectives on the CPU in seconds, else that of the world."""
-    try:
-        backend: Any = group._get_backend(torch.device("cpu"))  # noqa: SLF001 - where torch keeps the time limit
-        return float(backend.options._timeout.total_seconds())  # noqa: SLF001
-    except (AttributeError, RuntimeError):
-        return current_world().timeout_seconds

@@ -18,7 +18,6 @@ from torch.utils.data import _utils as loader_utils
 from torch.utils.data import get_worker_info
 
 from booster_core.errors import CheckpointError, ConfigError
-from booster_core.log import log
 from booster_core.ranks import DistCoordinator
 from booster_runtime.data.iterable import ShardedIterable
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 _END = object()
 _MEETING = "next batch of a stream"
-_MANY = 2
-"""Batches of other ranks after which a rank says so."""
 
 
 def num_shards_of(dataset: Any) -> int | None:
@@ -131,7 +128,6 @@ class StreamShards(ShardedIterable):
 
         Collective: every rank of the world, at each batch.
         """
-        num_lent = 0
         is_fresh = not self._starts
         self._reached = dict(self._starts)
         for number in itertools.count():
@@ -149,13 +145,6 @@ class StreamShards(ShardedIterable):
             if batch is not _END:
                 yield batch
                 continue
-            num_lent += 1
-            if num_lent == _MANY:
-                log.warning(
-                    "The shards of rank %d have ended, and it gets copies of other ranks' batches until theirs end. "
-                    "Pass `drop_last=True`, or make shards of equal lengths.",
-                    self.rank,
-                )
             num_samples, given = lent
             yield num_samples, 1 if num_samples is None else num_samples, given, {}
 

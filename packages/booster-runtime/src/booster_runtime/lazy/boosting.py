@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from booster_core.errors import ConfigError, LazyInitError
 from booster_core.plugin import as_tuple, place_model, rebind
 from booster_runtime.lazy.holders import find_elsewhere
-from booster_runtime.lazy.host import StateOnHost, compare_hosts, shards_from_host
+from booster_runtime.lazy.host import compare_hosts, shards_from_host
 from booster_runtime.lazy.recording import Recording, ReplaySource, fill_elsewhere, is_lazy, take_recording
 from booster_runtime.sharding.broadcast import agree_on_values, send_first
 from booster_runtime.sharding.ranks import raised_on_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch import nn
@@ -24,11 +23,9 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator, Together
-    from booster_runtime.lazy.holders import LazyHolder
-    from booster_runtime.lazy.recorder import Recorder
 
-_RUN_EAGERLY = "_booster_run_eagerly"
-"""Attribute of a model that was lazy: how often each operation that can't be recorded was run instead."""
+_TAKEN = "_booster_has_given_values"
+"""Attribute of a model that was lazy, and whose values a `boost` has taken."""
 
 
 def check_not_taken(model: object) -> None:
@@ -37,7 +34,7 @@ def check_not_taken(model: object) -> None:
     Raises:
         ConfigError: If so.
     """
-    if _RUN_EAGERLY in getattr(model, "__dict__", {}):
+    if _TAKEN in getattr(model, "__dict__", {}):
         msg = "This model was lazy, and a `boost` that raised has taken its values. Build another model."
         raise ConfigError(msg)
 
@@ -54,46 +51,16 @@ def begin_lazy(
     """
     model = objects.model
     with raised_on_all("boost", context.device):
-        elsewhere = find_elsewhere(model, objects.optimizers, objects.criterion)
+        # First, so that a strategy finds optimizer state with values.
+        fill_elsewhere(find_elsewhere(model, objects.optimizers, objects.criterion))
         if is_lazy(model):
-            model.__dict__[_RUN_EAGERLY] = sum((each.run_eagerly for each in ReplaySource(model).recorders), Counter())
-        if placeholders is not None:
-            # First, so that a strategy finds optimizer state with values.
-            fill_elsewhere(elsewhere)
-        else:
-            materialize_objects(model, objects.optimizers, context.device, elsewhere)
+            model.__dict__[_TAKEN] = True
+            if placeholders is None:
+                recording = Recording(model, ReplaySource(model))
+                recording.fill((), context.device)
+                for optimizer in objects.optimizers:
+                    rebind(optimizer, recording.replaced)
     return place_or_hollow(model, objects.optimizer, context) if placeholders == "device" else None
-
-
-def describe_lazy(models: Iterable[nn.Module]) -> list[str]:
-    """Return a line that says which operations of construction could not be recorded, if any."""
-    total: Counter[str] = Counter()
-    for model in models:
-        total.update(model.__dict__.get(_RUN_EAGERLY, {}))
-    if not total:
-        return []
-    counted = ", ".join(f"{name} ({count})" for name, count in sorted(total.items()))
-    return [f"lazy init  run instead of recorded: {counted}"]
-
-
-def materialize_objects(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | None,
-    device: torch.device,
-    elsewhere: Sequence[LazyHolder] = (),
-) -> None:
-    """Give a lazy model its values on a device, whole, and keep its optimizer's hold on the parameters.
-
-    Args:
-        model: The model.
-        optimizer: Its optimizer, or several.
-        device: Where parameters and buffers go.
-        elsewhere: Lazy tensors that are not its own.
-    """
-    recording = Recording(model, ReplaySource(model, elsewhere))
-    recording.fill((), device)
-    for each in as_tuple(optimizer):
-        rebind(each, recording.replaced)
 
 
 def hollow_objects(
@@ -108,8 +75,7 @@ def hollow_objects(
         model: A lazy model, or one for which `shards_from_host` holds; its lazy tensors, or its parameters, become
             tensors of the device with one element of memory each, which a strategy may give other memory by
             ``.data = ...``.
-        optimizer: Its optimizer, or several, which keep their hold on the parameters. State of a parameter's shape that
-            is on the host stays there, for `HostedOptimizer.adopt` to cut.
+        optimizer: Its optimizer, or several, which keep their hold on the parameters.
         device: Where the model will run.
         policy: Precision to bring to what has values; see `place_model`.
 
@@ -119,16 +85,11 @@ def hollow_objects(
     Collective: every rank of the world, where the model has tensors with values.
     """
     optimizers = as_tuple(optimizer)
-    states = [StateOnHost(each) for each in optimizers]
-    for state in states:
-        state.take()
     recording = take_recording(model, device)
     for each in optimizers:
         rebind(each, recording.replaced)
     hollow = recording.name_of
     place_model(model, optimizers, device, policy, hollow)
-    for state in states:
-        state.give_back(recording.replaced)
     send_first(each.data for each in (*model.parameters(), *model.buffers()) if id(each) not in hollow)
     return recording
 
@@ -142,7 +103,7 @@ def place_or_hollow(
 
     Args:
         model: The user's model.
-        optimizer: Its optimizer, or several; see `hollow_objects` for what becomes of their state.
+        optimizer: Its optimizer, or several.
         context: Device and ranks.
 
     Returns:
@@ -178,9 +139,9 @@ def compare_models(model: nn.Module, context: BoostContext, meeting: Together) -
     """
     source = ReplaySource(model) if is_lazy(model) else None
     recorders = [] if source is None else source.recorders
-    recorded = [_recorded(recorder) for recorder in recorders]
     values = {} if source is None else source.fingerprints()
     seeds = [recorder.generators.seeds for recorder in recorders]
+    built = values, [len(each) for each in seeds]
     coordinator = context.coordinator
 
     def take_seeds() -> None:
@@ -188,14 +149,12 @@ def compare_models(model: nn.Module, context: BoostContext, meeting: Together) -
         for recorder, given in zip(recorders, first, strict=True):
             recorder.generators.take_seeds(given)
 
-    meeting.compare([recorded, values], differs=lambda: _refuse_other_model(recorded, values, coordinator))
+    meeting.compare(built, differs=lambda: _refuse_other_model(values, coordinator))
     meeting.compare(seeds, differs=take_seeds)
     compare_hosts(model, context, meeting)
 
 
-def _refuse_other_model(
-    recorded: Sequence[tuple[list[str], dict[str, int]]], values: Mapping[str, bytes], coordinator: DistCoordinator
-) -> None:
+def _refuse_other_model(values: Mapping[str, bytes], coordinator: DistCoordinator) -> None:
     """Raise on every rank in what models differ that are not the same on all ranks.
 
     Raises:
@@ -203,30 +162,16 @@ def _refuse_other_model(
 
     Collective: every rank of the world.
     """
-    first, first_values = coordinator.broadcast_object((recorded, values), name="boost", meets=False)
-    head = f"Rank {coordinator.rank} built another model than rank 0: "
+    first = coordinator.broadcast_object(values, name="boost", meets=False)
+    others = [name for name in {**values, **first} if values.get(name) != first.get(name)]
     with coordinator.together("boost"):
-        if first != recorded:
-            here, there = (sum(count for _, counts in each for count in counts.values()) for each in (recorded, first))
+        if others:
             msg = (
-                f"{head}{here} operations were recorded, there {there}. "
-                "Every rank must build the same model, lazily or not."
+                f"Rank {coordinator.rank} built another model than rank 0: {len(others)} of {len(values)} tensors "
+                f"would have other values, the first of them '{others[0]}', since modules, numbers, constants or files "
+                "that their construction uses differ. Build the same model, seed `random`, NumPy and torch alike on "
+                "every rank before, and read the same files."
             )
             raise LazyInitError(msg)
-        if values != first_values:
-            others = [name for name in {**values, **first_values} if values.get(name) != first_values.get(name)]
-            msg = (
-                f"{head}{len(others)} of {len(values)} tensors would have other values, the first of them "
-                f"'{others[0]}', since numbers, constants or files that their construction uses differ. Seed `random`, "
-                "NumPy and torch alike on every rank before the model is built, and read the same files."
-            )
-            raise LazyInitError(msg)
-
-
-def _recorded(recorder: Recorder) -> tuple[list[str], dict[str, int]]:
-    """Return the draws of a recording in their order, and how often each operation occurs in it.
-
-    What draws nothing has no order that ranks share: libraries let threads read files.
-    """
-    draws = [entry.name for entry in recorder.entries if entry.draw is not None]
-    return draws, dict(Counter(entry.name for entry in recorder.entries))
+    msg = "Some ranks have seeded random generators more often than others while the model was built. Seed alike."
+    raise LazyInitError(msg)

@@ -126,12 +126,10 @@ def record_read(recorder: Recorder, files: ModelFiles, name: str) -> LazyTensor:
 
 def find_reads(entries: Sequence[Entry], wanted: Collection[int]) -> dict[int, FileRead]:
     """Return for each wanted slot that holds a file's tensor, at most converted to another dtype, how it is read."""
-    is_live = find_live(entries, wanted)
     touching: dict[int, list[Entry]] = defaultdict(list)
-    for index, entry in enumerate(entries):
-        if is_live[index]:
-            for slot in entry.touches:
-                touching[slot].append(entry)
+    for index in find_live(entries, wanted):
+        for slot in entries[index].touches:
+            touching[slot].append(entries[index])
     found = {}
     for slot in wanted:
         makers = [entry for entry in touching[slot] if slot not in entry.reads or slot in entry.writes]

@@ -14,13 +14,14 @@ import xxhash
 from torch.utils._pytree import tree_leaves
 
 from booster_runtime.lazy.files import FileRead
+from booster_runtime.lazy.generators import address_of
 from booster_runtime.lazy.log import Constant, Entry, Ref
 from booster_runtime.lazy.replay import find_live
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from booster_runtime.lazy.generators import Draw, RecordedGenerator
+    from booster_runtime.lazy.generators import Draw
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.layout, torch.memory_format)
 
@@ -36,10 +37,11 @@ def fingerprints(entries: Sequence[Entry], wanted: Collection[int]) -> dict[int,
         LazyInitError: If a file was changed since it was recorded, or can't be read any more.
     """
     of_slot: dict[int, bytes] = {}
-    draws = _Draws()
-    for entry, is_live in zip(entries, find_live(entries, wanted), strict=True):
-        drawn = "" if entry.draw is None else draws.describe(entry.draw)
-        if not is_live:
+    live = set(find_live(entries, wanted))
+    numbers: dict[Draw | int, int] = {}
+    for index, entry in enumerate(entries):
+        drawn = "" if entry.draw is None else _described_draw(entry.draw, numbers)
+        if index not in live:
             continue
         digest = xxhash.xxh3_64(f"{_operation(entry)} {entry.dtype} {drawn}".encode())
         leaves = tree_leaves((entry.args, entry.kwargs))
@@ -61,21 +63,14 @@ def geometry(ref: Ref) -> str:
     return f"{ref.dtype} {tuple(ref.size)} {tuple(ref.stride)} {ref.offset}"
 
 
-class _Draws:
-    """Numbers draws and generators in the order of their use."""
-
-    def __init__(self) -> None:
-        self._draws: dict[Draw, int] = {}
-        self._sources: dict[RecordedGenerator, int] = {}
-
-    def describe(self, draw: Draw) -> str:
-        """Return which numbers of which generator a draw takes, if all processes seed them alike."""
-        self._draws[draw] = len(self._draws)
-        source = self._sources.setdefault(draw.source, len(self._sources))
-        start: object = "seeded" if draw.previous is None else self._draws.get(draw.previous)
-        if start is None and draw.previous is not None and draw.previous.end is not None:
-            start = draw.previous.end.numpy().tobytes()  # after a draw that ran at once, from this process' own seed
-        return f"draw {source} {start!r}"
+def _described_draw(draw: Draw, numbers: dict[Draw | int, int]) -> str:
+    """Return which numbers of which generator a draw takes, if all processes seed them alike."""
+    numbers[draw] = len(numbers)
+    source = numbers.setdefault(address_of(draw.generator), len(numbers))
+    start: object = "seeded" if draw.previous is None else numbers.get(draw.previous)
+    if start is None and draw.previous is not None and draw.previous.end is not None:
+        start = draw.previous.end.numpy().tobytes()  # after a draw that ran at once, from this process' own seed
+    return f"draw {source} {start!r}"
 
 
 def _operation(entry: Entry) -> str:

@@ -29,62 +29,25 @@ class Draw:
     """One recorded use of a generator.
 
     Args:
-        source: The generator.
+        generator: The generator.
         seed: The state that it starts from, where that was set from outside; ``None`` where it follows ``previous``.
         previous: The draw after which it comes.
         end: The state afterwards, of a draw that ran at once and is no entry of the recording.
         is_resumed: Whether the state after it was restored, so that several draws come after it.
     """
 
-    source: RecordedGenerator
+    generator: Generator
     seed: Tensor | None
     previous: Draw | None
     end: Tensor | None = None
     is_resumed: bool = False
 
-
-class RecordedGenerator:
-    """The draws from one generator.
-
-    Attributes:
-        found: The state that was last set from outside: where it would be if no draw were ever done.
-    """
-
-    def __init__(self, generator: Generator) -> None:
-        self.generator = generator
-        self.found = generator.get_state()
-        self._last: Draw | None = None
-        self._places: dict[bytes, Draw] = {}
-
-    def record(self) -> Draw:
-        """Return the next draw, from wherever the generator stands now."""
-        draw = self.locate()
-        with _disable_current_modes():
-            torch.rand((), generator=self.generator, device=self.generator.device)
-        self._mark(draw)
-        return draw
-
-    def locate(self) -> Draw:
-        """Return a draw that would start where the generator stands now."""
-        place = self.place()
-        if place is not None:
-            return Draw(self, None, place)
-        self.found = self.generator.get_state()
-        return Draw(self, self.found, None)
-
-    def place(self) -> Draw | None:
-        """Return the draw after which the generator stands; ``None`` where its state was set to no such place."""
-        place = self._places.get(_digest(self.generator))
-        if place is not None and place is not self._last:
-            place.is_resumed = True
-        return place
-
-    def move_on(self) -> None:
-        """Let an operation that has just drawn for real be the last draw."""
-        self._mark(Draw(self, None, None, end=self.generator.get_state()))
-
-    def _mark(self, draw: Draw) -> None:
-        self._places[_digest(self.generator)] = self._last = draw
+    def origin(self) -> Tensor | None:
+        """Return the state that was known before the draws that lead to this one."""
+        draw = self
+        while draw.previous is not None:
+            draw = draw.previous
+        return draw.seed if draw.end is None else draw.end
 
 
 class Generators:
@@ -96,29 +59,48 @@ class Generators:
 
     def __init__(self) -> None:
         # By the address of the generator: each operation sees a Python object of its own around it.
-        self._by_address: dict[int, RecordedGenerator] = {}
+        self._generators: dict[int, Generator] = {}
+        self._last: dict[int, Draw] = {}
+        self._places: dict[tuple[int, bytes], Draw] = {}
         self._seeded: list[Draw] = []
         self._ends: dict[Draw, Tensor] = {}
         self.given: dict[Draw, Tensor] = {}
 
-    def of(self, generator: Generator | None, device: torch.device) -> RecordedGenerator:
-        """Return what is recorded of a generator, or of a device's own where none is named."""
+    def next(self, generator: Generator | None, device: torch.device) -> Draw:
+        """Return a draw that would start where a generator, or a device's own where none is named, stands now."""
         generator = default_generator(device) if generator is None else generator
-        address: int = generator._cdata  # type: ignore[attr-defined]  # noqa: SLF001 - what identifies a generator
-        if address not in self._by_address:
-            self._by_address[address] = RecordedGenerator(generator)
-        return self._by_address[address]
+        self._generators.setdefault(address_of(generator), generator)
+        place = self._place(generator)
+        return Draw(generator, generator.get_state() if place is None else None, place)
 
     def record(self, generator: Generator | None, device: torch.device) -> Draw:
-        """Return the next draw from a generator, see `of`."""
-        draw = self.of(generator, device).record()
+        """Return the next draw from a generator, see `next`, and move on."""
+        draw = self.next(generator, device)
         if draw.seed is not None:
             self._seeded.append(draw)
+        with _disable_current_modes():
+            torch.rand((), generator=draw.generator, device=draw.generator.device)
+        self._mark(draw)
         return draw
+
+    def move_on(self, generator: Generator) -> None:
+        """Let an operation that has just drawn for real be the last draw."""
+        self._mark(Draw(generator, None, None, end=generator.get_state()))
 
     def places(self) -> list[Draw]:
         """Return after which draws generators stand, without those that were used or seeded since."""
-        return [place for each in self._by_address.values() if (place := each.place()) is not None]
+        return [place for each in self._generators.values() if (place := self._place(each)) is not None]
+
+    def _place(self, generator: Generator) -> Draw | None:
+        address = address_of(generator)
+        place = self._places.get((address, _digest(generator)))
+        if place is not None and place is not self._last[address]:
+            place.is_resumed = True
+        return place
+
+    def _mark(self, draw: Draw) -> None:
+        address = address_of(draw.generator)
+        self._places[address, _digest(draw.generator)] = self._last[address] = draw
 
     @property
     def seeds(self) -> list[Tensor]:
@@ -138,86 +120,67 @@ class Generators:
             play: Does a draw whose values nobody keeps; the generator is where the draw starts.
             uses_given: Start from the seeds that were given.
         """
-        before = {each: each.generator.get_state() for each in self._by_address.values()}
+        before = [(each, each.get_state()) for each in self._generators.values()]
         is_given = uses_given and bool(self.given)
-        playback = Playback(play, self.given if is_given else {}, {} if is_given else self._ends)
         try:
-            yield playback
+            yield Playback(play, self.given if is_given else {}, {} if is_given else self._ends)
         finally:
-            for each, state in before.items():
-                playback.leave(each)
-                each.generator.set_state(state)
+            for generator, state in before:
+                generator.set_state(state)
 
 
 class Playback:
-    """Where the generators stand in one replay.
+    """The draws of one replay.
 
     Args:
         play: See `Generators.playback`.
         given: States to start draws from in place of those that they recorded.
-        ends: The state after each draw, as far as known. States are added where a generator leaves its place.
+        ends: The state after the last draw of each generator, and after those that several draws follow.
     """
 
     def __init__(self, play: Callable[[Draw], None], given: Mapping[Draw, Tensor], ends: dict[Draw, Tensor]) -> None:
-        self._play = play
-        self._given = given
-        self._ends = ends
-        # The draw after which each generator stands.
-        self._place: dict[RecordedGenerator, Draw] = {}
+        self._play, self._given, self._ends = play, given, ends
 
     @contextmanager
     def at(self, draw: Draw) -> Iterator[None]:
         """Do a draw in the body: its generator is where the draw starts."""
         self._go_to(draw)
-        with self._drawing(draw):
-            yield
+        yield
+        self._note(draw)
 
     def end_of(self, draw: Draw) -> Tensor:
         """Return the state in which a draw leaves its generator."""
-        self._go_to(Draw(draw.source, None, draw))
-        return draw.source.generator.get_state()
-
-    def leave(self, source: RecordedGenerator) -> None:
-        """Remember where a generator stands, before its state is set."""
-        place = self._place.pop(source, None)
-        if place is not None and place not in self._ends:
-            self._ends[place] = source.generator.get_state()
+        self._go_to(Draw(draw.generator, None, draw))
+        return draw.generator.get_state()
 
     def _go_to(self, draw: Draw) -> None:
         """Bring a generator to where a draw starts, through draws that were left out so far."""
         missed: list[Draw] = []
-        while not self._is_start_known(draw):
+        while (start := self._start_of(draw)) is None:
             assert draw.previous is not None, "a draw has a seed or comes after another"
             draw = draw.previous
             missed.append(draw)
-        if draw.previous is None or self._place.get(draw.source) is not draw.previous:
-            self.leave(draw.source)
-            draw.source.generator.set_state(self._start_of(draw))
+        draw.generator.set_state(start)
         for each in reversed(missed):
-            with self._drawing(each):
-                self._play(each)
+            self._play(each)
+            self._note(each)
 
-    def _is_start_known(self, draw: Draw) -> bool:
-        previous = draw.previous
-        if previous is None:
-            return True
-        return self._place.get(draw.source) is previous or previous in self._ends or previous.end is not None
-
-    def _start_of(self, draw: Draw) -> Tensor:
-        """Return the state that a draw starts from, which is known."""
+    def _start_of(self, draw: Draw) -> Tensor | None:
+        """Return the state that a draw starts from, as far as it is known."""
         if draw.previous is not None:
-            return self._ends[draw.previous] if draw.previous.end is None else draw.previous.end
-        assert draw.seed is not None, "a draw has a seed or comes after another"
-        return self._given.get(draw, draw.seed)
+            return self._ends.get(draw.previous) if draw.previous.end is None else draw.previous.end
+        return self._given.get(draw, draw.seed) if draw.seed is not None else None
 
-    @contextmanager
-    def _drawing(self, draw: Draw) -> Iterator[None]:
-        """Let the body draw from where the generator is; if it raises, nobody knows where that is afterwards."""
-        place = self._place.pop(draw.source, None)
-        if place is not None and place.is_resumed and place not in self._ends:
-            self._ends[place] = draw.source.generator.get_state()
-        yield
-        self._place[draw.source] = draw
+    def _note(self, draw: Draw) -> None:
+        if draw.previous is not None and not draw.previous.is_resumed:
+            self._ends.pop(draw.previous, None)
+        self._ends[draw] = draw.generator.get_state()
+
+
+def address_of(generator: Generator) -> int:
+    """Return what identifies a generator."""
+    address: int = generator._cdata  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public name
+    return address
 
 
 def _digest(generator: Generator) -> bytes:

@@ -99,12 +99,10 @@ class LazyHolder(Holder):
     Args:
         ref: Its place in the recording.
         recorder: The recording.
-        is_elsewhere: Whether it is not the model's: it stays on the device that it was recorded on.
     """
 
     ref: Ref = field(kw_only=True)
     recorder: Recorder = field(kw_only=True)
-    is_elsewhere: bool = field(default=False, kw_only=True)
 
     def cut(self) -> bool:
         """Let go of the graph, or the tensor that this is a view of; return whether nothing is left of them.
@@ -154,11 +152,7 @@ def find_elsewhere(
     for module in criterion.modules() if isinstance(criterion, nn.Module) else ():
         _add_holders(found, module, "")
     own = {id(holder.tensor) for holder in find_holders(model)}
-    elsewhere = [holder for key, holder in found.items() if key not in own]
-    for holder in elsewhere:
-        holder.is_elsewhere = True
-        holder.names.clear()
-    return elsewhere
+    return [holder for key, holder in found.items() if key not in own]
 
 
 def cut_all(holders: Sequence[LazyHolder]) -> None:

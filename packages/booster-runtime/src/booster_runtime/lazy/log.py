@@ -117,14 +117,10 @@ class Entry:
 
 
 class Storages:
-    """Numbers storages in the order in which they are met.
-
-    Attributes:
-        devices: The recorded device of each storage.
-    """
+    """Numbers storages in the order in which they are met."""
 
     def __init__(self) -> None:
-        self.devices: list[torch.device] = []
+        self._devices: list[torch.device] = []
         self._storages: list[torch.UntypedStorage] = []
         self._number_of: dict[int, int] = {}
 
@@ -156,9 +152,13 @@ class Storages:
             expected *= size
         return True
 
-    def num_bytes(self) -> list[int]:
-        """Return the size of each storage."""
-        return [storage.nbytes() for storage in self._storages]
+    def num_bytes(self, slot: int) -> int:
+        """Return the size of a storage."""
+        return self._storages[slot].nbytes()
+
+    def device(self, slot: int) -> torch.device:
+        """Return the recorded device of a storage."""
+        return self._devices[slot]
 
     def _number(self, inner: torch.Tensor, device: torch.device) -> int:
         storage = inner.untyped_storage()
@@ -166,5 +166,5 @@ class Storages:
         if number is None:
             number = self._number_of[storage._cdata] = len(self._storages)  # noqa: SLF001
             self._storages.append(storage)  # kept, so that its address stays its own
-            self.devices.append(device)
+            self._devices.append(device)
         return number

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from booster_core.errors import LazyInitError
 from booster_runtime.lazy.files import OpenFiles
-from booster_runtime.lazy.generators import Draw, Generators
+from booster_runtime.lazy.generators import Generators
 from booster_runtime.lazy.log import Constant, Entry, Ref, Storages
 from booster_runtime.lazy.operations import FACTORIES, OVERWRITES, SHAPE_ONLY, is_deferrable, is_random, written
 from booster_runtime.lazy.replay import Replay, find_live
@@ -27,7 +27,7 @@ from booster_runtime.lazy.tensor import REMEDY, LazyTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from torch import Generator
+    from booster_runtime.lazy.generators import Draw
 
 _META = torch.device("meta")
 _READS_VALUES = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item"})
@@ -82,7 +82,6 @@ class Recorder:
         """Record a whole function that overwrites a tensor with random values, as one operation."""
         with self._lock:
             ref = self.ref_of(target)
-            generator = kwargs.get("generator")
             self.entries.append(
                 Entry(
                     name,
@@ -91,7 +90,7 @@ class Recorder:
                     kwargs,
                     writes=frozenset({ref.slot}),
                     covers=frozenset({ref.slot}) if self._slots.covers(ref) else frozenset(),
-                    draw=self._draw(generator, target.device),
+                    draw=self.generators.record(kwargs.get("generator"), target.device),
                 )
             )
 
@@ -133,18 +132,19 @@ class Recorder:
     def finish(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], bool]) -> None:
         """Replay the recording for good: generators that nobody used since end up as after eager construction."""
         places = self.generators.places()
-        is_live = find_live(self.entries, wanted)
-        draws = any(live and entry.draw is not None for entry, live in zip(self.entries, is_live, strict=True))
+        ends: Sequence[torch.Tensor | None]
+        draws = any(self.entries[index].draw is not None for index in find_live(self.entries, wanted))
         if self.draws_if_needed and not draws:
             self.replay(wanted, hand_over)
-            ends = [draw.source.found for draw in places]
+            ends = [draw.origin() for draw in places]
         elif self.generators.given:
             ends = self.replay((), hand_over, ends_of=places)
             self.replay(wanted, hand_over, uses_given=True)
         else:
             ends = self.replay(wanted, hand_over, ends_of=places)
         for draw, end in zip(places, ends, strict=True):
-            draw.source.generator.set_state(end)
+            if end is not None:
+                draw.generator.set_state(end)
 
     def replay(
         self,
@@ -155,15 +155,7 @@ class Recorder:
         uses_given: bool = False,
     ) -> list[torch.Tensor]:
         """Replay what some storages need; generators are left as they were before. See `Replay`."""
-        replay = Replay(
-            self.entries,
-            wanted,
-            self._slots.num_bytes(),
-            self._slots.devices,
-            hand_over,
-            self.generators,
-            uses_given=uses_given,
-        )
+        replay = Replay(self.entries, wanted, self._slots, hand_over, self.generators, uses_given=uses_given)
         with _disable_current_modes(), self.files.kept_open():
             return replay.run(ends_of)
 
@@ -267,7 +259,7 @@ class Recorder:
                 writes=writes,
                 covers=covers,
                 results=results,
-                draw=self._draw(kwargs.get("generator"), device) if is_random(func) else None,
+                draw=self.generators.record(kwargs.get("generator"), device) if is_random(func) else None,
             )
         )
 
@@ -286,19 +278,11 @@ class Recorder:
             return leaf
         return Constant(leaf)
 
-    def _draw(self, generator: Generator | None, device: torch.device) -> Draw:
-        return self.generators.record(generator, device)
-
     # Values while recording ------------------------------------------------------------------------------------------
 
     def _values(self, slots: Collection[int]) -> dict[int, torch.UntypedStorage]:
         found: dict[int, torch.UntypedStorage] = {}
-
-        def keep(slot: int, storage: torch.UntypedStorage) -> bool:
-            found[slot] = storage
-            return True
-
-        self.replay(slots, keep)
+        self.replay(slots, lambda slot, storage: found.setdefault(slot, storage) is storage)
         return found
 
     def _eagerly(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -314,14 +298,13 @@ class Recorder:
         if not is_random(func):
             return func(*real_args, **real_kwargs)
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        source = self.generators.of(kwargs.get("generator"), device)
-        previous = source.locate().previous
-        if previous is not None:
-            (state,) = self.replay((), lambda *_: False, ends_of=[previous])
-            source.generator.set_state(state)
+        draw = self.generators.next(kwargs.get("generator"), device)
+        if draw.previous is not None:
+            (state,) = self.replay((), lambda *_: False, ends_of=[draw.previous])
+            draw.generator.set_state(state)
         with torch.no_grad():
             result = func(*real_args, **real_kwargs)
-        source.move_on()
+        self.generators.move_on(draw.generator)
         return result
 
     def _check_is_no_forward(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -85,19 +86,17 @@ def fill_elsewhere(elsewhere: Sequence[LazyHolder]) -> None:
         LazyInitError: If the context is still open, or a tensor can't get its values in place.
     """
     cut_all(elsewhere)
-    by_recorder: dict[Recorder, dict[int, list[LazyHolder]]] = defaultdict(lambda: defaultdict(list))
-    for holder in elsewhere:
-        _check_closed(holder.recorder)
-        by_recorder[holder.recorder][holder.ref.slot].append(holder)
+    for recorder in {id(holder.recorder): holder.recorder for holder in elsewhere}.values():
+        _check_closed(recorder)
+        by_slot = _by_slot([holder for holder in elsewhere if holder.recorder is recorder])
+        recorder.replay(by_slot.keys(), partial(_hand_over, by_slot, Filling((), None, None)), uses_given=True)
 
-    for recorder, by_slot in by_recorder.items():
 
-        def hand_over(slot: int, storage: torch.UntypedStorage, by_slot: dict[int, list[LazyHolder]] = by_slot) -> bool:
-            for holder in by_slot[slot]:
-                holder.become(holder.ref.view_of(storage))
-            return True
-
-        recorder.replay(by_slot.keys(), hand_over, uses_given=True)
+def _by_slot(holders: Sequence[LazyHolder]) -> dict[int, list[LazyHolder]]:
+    found: dict[int, list[LazyHolder]] = defaultdict(list)
+    for holder in holders:
+        found[holder.ref.slot].append(holder)
+    return found
 
 
 def _check_closed(recorder: Recorder) -> None:
@@ -245,7 +244,6 @@ class ReplaySource:
 
     Args:
         model: A lazy model.
-        elsewhere: Lazy tensors outside of its modules that get their values with it.
 
     Attributes:
         recorders: The recordings of the contexts that the model was built in; usually one.
@@ -254,8 +252,8 @@ class ReplaySource:
         LazyInitError: If the context is still open.
     """
 
-    def __init__(self, model: nn.Module, elsewhere: Sequence[LazyHolder] = ()) -> None:
-        self.holders = [*elsewhere, *find_holders(model)]
+    def __init__(self, model: nn.Module) -> None:
+        self.holders = find_holders(model)
         self.recorders = list(dict.fromkeys(holder.recorder for holder in self.holders))
         for recorder in self.recorders:
             _check_closed(recorder)
@@ -285,16 +283,8 @@ class ReplaySource:
         """Read what is a file's by its ranges, and replay what is left, one storage after the other."""
         for recorder in self.recorders:
             holders = [holder for holder in self.holders if holder.recorder is recorder]
-            by_slot: dict[int, list[LazyHolder]] = defaultdict(list)
-            for holder in _read_directly(recorder, holders, filling):
-                by_slot[holder.ref.slot].append(holder)
-
-            def hand_over(
-                slot: int, storage: torch.UntypedStorage, by_slot: dict[int, list[LazyHolder]] = by_slot
-            ) -> bool:
-                return _hand_over(by_slot[slot], storage, filling)
-
-            recorder.finish(by_slot.keys(), hand_over)
+            by_slot = _by_slot(_read_directly(recorder, holders, filling))
+            recorder.finish(by_slot.keys(), partial(_hand_over, by_slot, filling))
 
 
 def _read_directly(recorder: Recorder, holders: Sequence[LazyHolder], filling: Filling) -> list[LazyHolder]:
@@ -326,19 +316,20 @@ def _can_read(holder: LazyHolder, read: FileRead) -> bool:
     return ref.size == read.meta.shape and ref.offset == 0 and geometry.is_contiguous()
 
 
-def _hand_over(holders: Sequence[LazyHolder], storage: torch.UntypedStorage, filling: Filling) -> bool:
+def _hand_over(
+    by_slot: Mapping[int, Sequence[LazyHolder]], filling: Filling, slot: int, storage: torch.UntypedStorage
+) -> bool:
     """Give the tensors of a storage its values; return whether one keeps it."""
     kept = []
-    for holder in holders:
+    for holder in by_slot[slot]:
         shards = filling.shards_of(holder)
         if shards is None:
             kept.append(holder)
         else:
             filling.write(shards, holder.ref.view_of(storage))
-    moved = storage
     if kept and filling.device is not None and filling.device != storage.device:
         everything = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        moved = everything.to(filling.device).untyped_storage()
+        storage = everything.to(filling.device).untyped_storage()
     for holder in kept:
-        holder.become(holder.ref.view_of(storage if holder.is_elsewhere else moved))
+        holder.become(holder.ref.view_of(storage))
     return bool(kept)

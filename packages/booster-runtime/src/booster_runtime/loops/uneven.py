@@ -7,7 +7,6 @@ steps are whole, so that it works under every plugin, and the mean is over the r
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from booster_core import Booster
-    from booster_core.plugin import OptimizerWrapper
 
 _END = object()
 
@@ -60,7 +58,7 @@ def join(booster: Booster, batches: Iterable[Any]) -> Iterator[Any]:
         if not num_own:
             return
         num_active = num_own * size // world_size  # replicas have equally many ranks
-        with _weighing(booster, size / num_active if is_own else 0.0):
+        with booster.weighing_losses(size / num_active if is_own else 0.0):
             yield batch
 
 
@@ -84,42 +82,3 @@ def _count(booster: Booster, *, is_own: bool, is_empty: bool, error: Exception |
             if error is not None:
                 raise error
     return int(num_own)
-
-
-@contextlib.contextmanager
-def _weighing(booster: Booster, weight: float) -> Iterator[None]:
-    """Weigh the losses of one batch, and check steps: where one rank raises, all do.
-
-    A weight of 1 is that of every rank or of none.
-    """
-    optimizers = [optimizer for model in booster.boosted_models for optimizer in model.boosted_optimizers]
-    stepped: set[int] = set()
-    with booster.weighing_losses(weight):
-
-        def check(optimizer: OptimizerWrapper, _: dict[str, Any]) -> None:
-            _check_step(optimizer, stepped)
-
-        if weight != 1:
-            for optimizer in optimizers:
-                optimizer.on_step.append(check)
-        try:
-            yield
-        finally:
-            if weight != 1:
-                for optimizer in optimizers:
-                    optimizer.on_step.remove(check)
-
-
-def _check_step(optimizer: OptimizerWrapper, stepped: set[int]) -> None:
-    """Check that an optimizer's step followed gradients of a batch that was just handed out.
-
-    Raises:
-        ConfigError: If it did not.
-    """
-    if id(optimizer) in stepped:
-        msg = (
-            "An optimizer has stepped twice on one batch of `join` after some ranks had run out of theirs, as it would "
-            "where the loop was left and training goes on. Delete the iterator that `join` returned."
-        )
-        raise ConfigError(msg)
-    stepped.add(id(optimizer))
