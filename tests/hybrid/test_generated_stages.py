@@ -6,7 +6,6 @@ is given the noted values is what losses and gradients are compared with.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 
@@ -19,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from booster_core.errors import AbsentValueError, BoosterError, ConfigError
-from booster_hybrid.pipeline.absent import _is_trial, is_absent
+from booster_hybrid.pipeline.absent import is_absent, is_in_trial
 
 WIDTH = 5
 
@@ -75,16 +74,7 @@ def of_python(like):
     return torch.full((like.shape[0], 1), random.random())
 
 
-OWN = torch.Generator()
-
-
-def of_own_generator(like):
-    return torch.randn(like.shape[0], 1, generator=OWN)
-
-
-SOURCES = {
-    each.__name__: each for each in (of_torch, of_form, of_bernoulli, in_place, of_numpy, of_python, of_own_generator)
-}
+SOURCES = {each.__name__: each for each in (of_torch, of_form, of_bernoulli, in_place, of_numpy, of_python)}
 PLACES = ("before", "between", "after", "in_entry", "in_layer")
 SHAPES = ("plain", "residual", "skip", "skip of the entry", "mask", "index", "write", "written_view", "detached")
 
@@ -102,7 +92,7 @@ class Generated(nn.Module):
         if self.replayed is not None:
             return self.replayed[name]
         value = make()
-        if not is_absent(value) and not _is_trial.get():
+        if not is_absent(value) and not is_in_trial():
             with torch._C.DisableTorchFunction():
                 self.noted[name] = value.detach().clone()
         return value
@@ -230,43 +220,6 @@ def test_draws_outside_of_layers_are_those_of_one_process(source):
         compare(made(source, place), *PIPELINES[number % len(PIPELINES)])
 
 
-class Late(Generated):
-    """Draws by numpy where it is told to."""
-
-    def forward(self, x, draws=False):
-        return super().forward(x * (np.random.rand() if draws else 1))  # noqa: NPY002 - what models do
-
-
-def test_draws_of_numpy_that_the_example_did_not_show_are_refused():
-    torch.manual_seed(3)
-    plan, staged = parts(Late())
-    run(plan, staged, batches(), criterion)
-    with pytest.raises(ConfigError, match="Late drew random numbers by Python's `random` or by numpy"):
-        run(plan, staged, batches(1, draws=True), criterion)
-
-
-class Seeded(Generated):
-    """Adds the same noise in each forward."""
-
-    keeps = False
-
-    def forward(self, x, **others):
-        with torch.random.fork_rng() if self.keeps else contextlib.nullcontext():
-            torch.manual_seed(0)
-            noise = torch.randn(x.shape)
-        return super().forward(x + noise, **others)
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_a_forward_that_seeds_is_refused(keeps):
-    torch.manual_seed(3)
-    model = Seeded()
-    model.keeps = keeps
-    plan, staged = parts(model)
-    with pytest.raises(ConfigError, match="The model seeds torch's generators in its forward"):
-        run(plan, staged, batches(1), criterion)
-
-
 class Keeping(Layer):
     """Leaves what it computes in an attribute or a buffer."""
 
@@ -336,24 +289,6 @@ def test_a_residual_in_place_is_that_of_one_process(pp_size, style):
     compare(made("of_form", "before", "residual in place", is_training=False), pp_size, style, trains=False)
 
 
-class WritingLate(Generated):
-    def between(self, number, before, hidden):
-        if self.shape != "residual":
-            return hidden
-        before += hidden
-        return before
-
-
-def test_a_write_to_what_was_received_that_the_example_did_not_show_raises():
-    torch.manual_seed(3)
-    model = WritingLate().eval()
-    _, staged = parts(model, trains=False)
-    for each in staged:
-        each.model.shape = "residual"
-    with pytest.raises(AbsentValueError, match=r"in place \(by `add_`\), which this pipeline stage has received"):
-        run(parts(model)[0], staged, batches(1), criterion, trains=False)
-
-
 @pytest.mark.parametrize(("is_training", "is_recomputed"), [(False, False), (True, True)])
 def test_modes(is_training, is_recomputed):
     for place, shape in itertools.product(PLACES, ("plain", "residual", "mask")):
@@ -408,7 +343,7 @@ class OfOneMode(Generated):
 def test_what_a_model_returns_in_one_mode_alone_is_sent_in_that_mode(pp_size, mode, known):
     model = OfOneMode(mode).train(known)
     plan, staged = parts(model, pp_size=pp_size)
-    assert [len(boundary.extras) for boundary in plan.cuts.needs[not mode].boundaries] == [0] * pp_size
+    assert [len(boundary.outputs) for boundary in plan.cuts.needs[not mode].boundaries] == [0] * pp_size
     for is_training in (True, False):
         for each in (model, *(one.model for one in staged)):
             each.train(is_training)

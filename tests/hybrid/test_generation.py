@@ -257,8 +257,8 @@ def other_objects(options, kind):
         with pytest.raises(ConfigError) as caught:
             model.generate(PROMPT, config, attention_mask=torch.ones_like(PROMPT))
         return str(caught.value)
-    elif kind == "processors":
-        processor = MinLengthLogitsProcessor(9 + rank, eos_token_id=1)
+    elif kind == "processors" and rank:
+        processor = MinLengthLogitsProcessor(9, eos_token_id=1)
         arguments["logits_processor"] = LogitsProcessorList([processor])
     with pytest.raises(ConfigError) as caught:
         model.generate(PROMPT, **arguments)

@@ -142,8 +142,9 @@ def operations(booster, model, _optimizer):
         (Returned, {}, 0.0),
         (Between, {}, 0.0),
         (Shared, {}, 0.44),  # the tower's two products on the last stage, where nothing tells that they are not used
-        (Remembering, {}, 0.0),
-        (Telling, {}, 0.0),
+        # Torch counts the tower's product of tensors without values, which is not computed.
+        (Remembering, {}, 0.76),
+        (Telling, {}, 0.76),
     ],
 )
 def test_work_outside_of_the_layers_is_done_once(kind, options, more):

@@ -72,10 +72,3 @@ def test_vectors_that_forward_takes_need_another_size():
         entries.check(batch(4, times=torch.zeros(4)), 4)
     known = BatchDimensions(Model(), [lengths_of({"x": torch.zeros(2, 3), "times": torch.zeros(2)})])
     known.check(batch(4, times=torch.zeros(4)), 4)
-
-
-def test_a_smaller_batch_in_between_shows_what_is_for_each_sample():
-    entries = BatchDimensions(Model(), [lengths_of({"x": torch.zeros(2, 3)})])
-    entries.check(batch(3), 3)
-    with pytest.raises(ConfigError, match="may have an entry for each sample"):
-        entries.check(batch(4, **weights(4)), 4)

@@ -332,7 +332,7 @@ def test_values_that_pass_over_stages_train_as_one_process(kind):
     ("kind", "message"),
     [
         (Stashed, r"output \(all\) needs values of what layer 'layers\.0' writes into 'layers\.0\.seen'"),
-        (ReadInside, r"`__bool__` needs values of what layer 'layers\.0' writes into 'layers\.0\.seen'"),
+        (ReadInside, r"`item` needs values of what layer 'layers\.0' writes into 'layers\.0\.seen'"),
         (Listed, r"the code outside of its layers calls `\w+` on .* there, and"),
     ],
 )

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from booster_hybrid.random_streams import Stream, mixed_seed
-from booster_hybrid.torch_functions import may_draw
 
 HOST = torch.device("cpu")
 
@@ -139,28 +138,3 @@ def test_a_stream_is_entered_again_where_a_generator_was_restored():
 
 def test_seeds_of_streams_differ():
     assert len({mixed_seed(number, stream) for number in range(100) for stream in range(100)}) == 10_000
-
-
-BUILT_IN_DRAWS = [
-    *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "multinomial"),
-    *("normal", "poisson", "binomial", "dropout", "dropout_", "alpha_dropout", "feature_dropout", "native_dropout"),
-    *("rrelu", "lstm", "gru", "rnn_tanh", "rnn_relu"),
-]
-DRAWS_OF_TENSORS = [
-    *("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_"),
-    *("uniform_", "multinomial"),
-]
-FUNCTIONS_OF_PYTHON = ["dropout", "scaled_dot_product_attention", "gumbel_softmax", "multi_head_attention_forward"]
-
-
-@pytest.mark.parametrize(("place", "names"), [(torch, BUILT_IN_DRAWS), (torch.Tensor, DRAWS_OF_TENSORS)], ids=str)
-def test_every_function_that_draws_is_known_to(place, names):
-    """Stages reseed the generators for these alone."""
-    assert [name for name in names if not may_draw(getattr(place, name))] == []
-    assert [name for name in FUNCTIONS_OF_PYTHON if not may_draw(getattr(torch.nn.functional, name))] == []
-    assert may_draw(torch.ops.aten.rand.default)
-
-
-def test_arithmetic_is_known_not_to_draw():
-    functions = [torch.cat, torch.arange, torch.matmul, torch.Tensor.mul, torch.Tensor.add_, torch.Tensor.cos]
-    assert [each for each in functions if may_draw(each)] == []

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 _UNCOMPARED = ("streamer", "self", "transformers_version")
 """What a rank may have alone: it shows the tokens, or tells what wrote a configuration."""
-_DEPTH = 4
-"""How deep objects are looked into, such as lists of stopping criteria."""
 
 
 def check_same_options(
@@ -92,33 +90,19 @@ def _reads_clock(options: Mapping[str, Any]) -> bool:
     return options.get("max_time") is not None or any(type(each).__name__ == "MaxTimeCriteria" for each in criteria)
 
 
-def _printable(value: Any, depth: int = 0) -> Any:
-    """Return what prints alike on every rank that has the same: classes and what is in them, but no addresses."""
+def _printable(value: Any) -> Any:
+    """Return what prints alike on every rank that has the same: values, and the classes of objects."""
     if isinstance(value, (list, tuple)):
-        return [_printable(each, depth + 1) for each in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(repr(_printable(each, depth + 1)) for each in value)
-    fields = value if isinstance(value, dict) else None
-    if fields is None and hasattr(value, "to_dict") and not isinstance(value, (type, nn.Module)):
-        fields = value.to_dict()
-    if fields is not None:
-        return {str(name): _printable(each, depth + 1) for name, each in fields.items() if name not in _UNCOMPARED}
-    return _printable_leaf(value, depth)
-
-
-def _printable_leaf(value: Any, depth: int) -> Any:
+        return [_printable(each) for each in value]
+    if hasattr(value, "to_dict") and not isinstance(value, (type, nn.Module)):
+        value = value.to_dict()
+    if isinstance(value, dict):
+        return {str(name): _printable(each) for name, each in value.items() if name not in _UNCOMPARED}
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return value
     if isinstance(value, torch.Tensor):
         return f"tensor {tuple(value.shape)} of {value.dtype}, checksum {checksum_of(value):#x}"
-    function = value.func if isinstance(value, functools.partial) else value
-    if hasattr(function, "__qualname__"):  # also a class
-        return f"{function.__module__}.{function.__qualname__}"
-    kind = type(value).__qualname__
-    if depth >= _DEPTH or isinstance(value, nn.Module):
-        return kind
-    inside = {name: _printable(each, depth + 1) for name, each in sorted(getattr(value, "__dict__", {}).items())}
-    return f"{kind} {inside}"
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def replace_generate(model: HybridModel, device: torch.device, *, splits_sequences: bool) -> None:

@@ -11,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from booster_core.errors import ConfigError
 from booster_core.ranks import digest
-from booster_hybrid.torch_functions import may_draw, outside_of_graphs
+from booster_hybrid.fixed_draws import preserve_generators
+from booster_hybrid.torch_functions import outside_of_graphs
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
@@ -33,10 +34,6 @@ _States = tuple["Tensor", "Tensor | None"]
 """States of the generators of the host, and of a device where that is another."""
 _RANGE = 2**62
 """Numbers from which streams are seeded are below this."""
-_entered: list[Stream] = []
-"""Streams between `enter` and `leave`."""
-_given = SimpleNamespace(seed=-1)
-"""What this module has seeded torch's generator of the CPU with last, or what it has put back."""
 _looks: list[_Look] = []
 """Forwards of which it is found out whether they draw."""
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -84,8 +81,6 @@ class Stream:
         with _moving_generators():
             before = _states(device)
             self._seed = mixed_seed(int(torch.randint(_RANGE, ())), self._rank + 1)
-            if self._outside is None:
-                _entered.append(self)
             self._outside, self._device = (before, _states(device)), device
             _reseed(self._seed, device)
             self._seeded = _states(device)
@@ -103,7 +98,6 @@ class Stream:
                 is_unused = not is_counted and _are_equal(_states(self._device), self._seeded)
                 _restore(before if is_unused else after, self._device)
             self._outside = None
-            _entered.remove(self)
 
     def pause(self) -> None:
         """Leave until `resume`, if it was entered: the ranks compute the same there."""
@@ -270,10 +264,10 @@ def _check_alike(states: Sequence[_States], group: RankGroup) -> None:
 
 
 class MicrobatchStreams:
-    """What one microbatch draws in a pipeline: a function of the batch, the microbatch and the event alone.
+    """What one microbatch draws in a pipeline: a function of the batch, the microbatch and the layer alone.
 
-    Each layer, each other module that some stages leave out, and each function in between draws from a stream of its
-    own. So stages that run different parts of one forward draw alike where they run the same, and layers that backward
+    Each layer, and each other module that some stages leave out, draws from a stream of its own, and gives the
+    generators back. So what is drawn outside of them comes in one order on all stages, and layers that backward
     recomputes draw the same again. The generators are left wherever this puts them; see `kept_streams`.
 
     Args:
@@ -281,98 +275,45 @@ class MicrobatchStreams:
         microbatch: Number of the microbatch.
         device: Where the model computes.
         host: Whether the generators of Python and numpy are treated alike, as forward draws from them.
-
-    Attributes:
-        host: As above.
     """
 
     def __init__(self, seed: int, microbatch: int, device: torch.device, *, host: bool = False) -> None:
         self._base = mixed_seed(seed, microbatch)
-        self._device, self.host = device, host
-        self._region, self._count = self._base, 0
-        self._left: int | None = None  # after which layer nothing has been drawn yet
-        self._outer: list[tuple[int, int]] = []
-        self._paused: tuple[torch.Generator, Tensor] | None = None
+        self._device, self._host = device, host
+        self._outer: list[tuple[_States, AbstractContextManager[None]]] = []
 
     def begin(self) -> None:
         """Begin a forward of the model."""
-        self._begin_region(mixed_seed(self._base, 0))
         self._outer.clear()
-
-    def begin_layer(self, position: int) -> None:
-        """Draw for a layer, also where backward recomputes it."""
-        self._begin_region(mixed_seed(self._base, 2 * position + 1))
-
-    def end_layer(self, position: int) -> None:
-        """Draw for what comes after a layer, whether or not it was run: each function of torch seeds by itself."""
-        self._left = position
-        if self.host:
-            self._begin_region(mixed_seed(self._base, 2 * position + 2))
-
-    def _count_on(self) -> None:
-        """Come to the next function or module of a region."""
-        if self._left is not None:
-            self._region, self._count, self._left = mixed_seed(self._base, 2 * self._left + 2), 0, None
-        self._count += 1
-
-    def begin_call(self) -> None:
-        """Draw for a module that is not run on every stage."""
-        self._count_on()
-        self._outer.append((self._region, self._count))
-        self._begin_region(mixed_seed(self._region, self._count))
-
-    def end_call(self) -> None:
-        """Draw for what comes after such a module, whether or not it was run."""
-        region, count = self._outer.pop()
-        self._begin_region(mixed_seed(region, -count))
-        self._region, self._count = region, count
+        self._seed(0)
 
     def begin_criterion(self) -> None:
         """Draw for the criterion."""
-        self._begin_region(mixed_seed(self._base, -2))
+        self._seed(-2)
 
-    def begin_function(self, func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-        """Draw for a function between layers, unless ranks that share out what it computes draw apart by a `Stream`.
+    def enter(self, number: int, *, gives_back: bool = True) -> None:
+        """Draw for a module, also where backward recomputes it.
 
         Args:
-            func: The function.
-            kwargs: Its arguments by name; a generator of the model's own among them is left as it was.
-
-        Returns:
-            Whether it may draw; `end_function` is due then.
-
-        Raises:
-            ConfigError: If it does, and somebody else has seeded torch's generators.
+            number: The module's, from 1 on.
+            gives_back: Whether `leave` will be called.
         """
-        self._count_on()
-        if not may_draw(func) or (_entered and any(stream.is_current for stream in _entered)):
-            return False
-        if torch.default_generator.initial_seed() != _given.seed:
-            msg = (
-                "The model seeds torch's generators in its forward, outside of its layers; in a pipeline each stage "
-                "draws from streams of its own there. Draw with a generator of the model's own (`generator=`), or use "
-                "`pp_size=1`."
-            )
-            raise ConfigError(msg)
-        seed, generator = mixed_seed(self._region, self._count), kwargs.get("generator")
-        if generator is None:
-            _reseed(seed, self._device)
-        else:
-            self._paused = generator, generator.get_state()
-            generator.manual_seed(mixed_seed(seed, generator.initial_seed()))
-        return True
+        if gives_back:
+            around = preserve_generators() if self._host else contextlib.nullcontext()
+            around.__enter__()
+            self._outer.append((_states(self._device), around))
+        self._seed(number)
 
-    def end_function(self) -> None:
-        """Put the model's own generator back."""
-        if self._paused is not None:
-            generator, state = self._paused
-            generator.set_state(state)
-            self._paused = None
+    def leave(self) -> None:
+        """Go on to draw where `enter` was called."""
+        states, around = self._outer.pop()
+        _restore(states, self._device)
+        around.__exit__(None, None, None)
 
-    def _begin_region(self, seed: int) -> None:
-        self._region, self._count, self._left = seed, 0, None
+    def _seed(self, number: int) -> None:
+        seed = mixed_seed(self._base, number)
         _reseed(seed, self._device)
-        if self.host:
+        if self._host:
             random.seed(seed)
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed(seed % 2**32)
@@ -418,14 +359,12 @@ def _states(device: torch.device) -> _States:
 
 def _reseed(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
-    _given.seed = seed
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
 
 def _restore(states: _States, device: torch.device) -> None:
     torch.set_rng_state(states[0])
-    _given.seed = torch.default_generator.initial_seed()
     if states[1] is not None:
         torch.get_device_module(device).set_rng_state(states[1], device)
 

@@ -6,11 +6,8 @@ traced, as it tells other processes addresses, and waits for them.
 
 from __future__ import annotations
 
-import functools
-import types
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
@@ -38,21 +35,6 @@ _SCALED = (
     *("clamp", "clamp_", "clip"),
 )
 """Functions of each element by itself, if the other operands are numbers."""
-
-
-_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-
-
-@functools.cache
-def may_draw(func: Callable[..., Any]) -> bool:
-    """Return whether a function may draw random numbers: all but torch's own whose operators say that they don't."""
-    name = getattr(func, "__name__", "")
-    found = [getattr(torch.ops.aten, each, None) for each in {name, name.strip("_")} if each]
-    operators: list[Any] = [each for each in found if isinstance(each, torch._ops.OpOverloadPacket)]  # noqa: SLF001 - public nowhere
-    if not operators or not isinstance(func, _BUILT_IN):
-        return True
-    tags = (tag for each in operators for overload in each.overloads() for tag in getattr(each, overload).tags)
-    return torch.Tag.nondeterministic_seeded in tags
 
 
 def name_of(func: Callable[..., Any]) -> str:

@@ -1,21 +1,19 @@
 """The arguments of a layer's call by name: tensors in tuples, lists and dicts have paths such as ``"state[0]"``.
 
-Stages send each other some of these tensors, and put those that they have received in their places.
+What a layer that is not run returns is like some of these tensors.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core.errors import ConfigError
-from booster_runtime.data import fields_of, with_fields
+from booster_runtime.data import fields_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -47,35 +45,17 @@ class ArgumentNames:
         """Return the tensors among the arguments of a call, those in containers as well, by path."""
         return {path: leaf for path, leaf in self.leaves(args, kwargs) if isinstance(leaf, torch.Tensor)}
 
+    def at(self, paths: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return those tensors among the arguments of a call that are at some paths."""
+        if any("[" in path or "." in path for path in paths):
+            found: Mapping[str, Any] = self.tensors(args, kwargs)
+        else:
+            found = {path: self.get(path, args, kwargs) for path in paths}
+        return {path: found[path] for path in paths if isinstance(found.get(path), torch.Tensor)}
+
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Return what the arguments of a call consist of, by path."""
         return [leaf for name, value in self.named(args, kwargs).items() for leaf in _leaves(value, name)]
-
-    def replaced(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any], what: str
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with other values at some paths; an argument that is missing is added.
-
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            values: By path.
-            what: What is called, for messages.
-
-        Raises:
-            ConfigError: If an argument has no such path, as it is of another form than in the dry run.
-        """
-        left = dict(values)
-        new_args = tuple(_with(value, self._name(index), left) for index, value in enumerate(args))
-        new_kwargs = {name: _with(value, name, left) for name, value in kwargs.items()}
-        missing = [path for path in left if "[" in path or "." in path]
-        if missing:
-            msg = (
-                f"Argument '{missing[0]}' of {what}, which an earlier stage has sent, is not where it was in the dry "
-                "run at `boost`. Pass an `example_batch` like the batches that are run, or use `pp_size=1`."
-            )
-            raise ConfigError(msg)
-        return new_args, {**new_kwargs, **left}
 
     def _name(self, index: int) -> str:
         if index < len(self._names):
@@ -99,27 +79,6 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
     for below, _, each in parts or ():
         yield from _leaves(each, below)
-
-
-def _with(value: Any, path: str, values: dict[str, Any]) -> Any:
-    """Return a nest of containers with other values at some paths, which are taken out of ``values``."""
-    if path in values:
-        return values.pop(path)
-    if not any(each.startswith(path) for each in values):
-        return value
-    parts = _parts(value, path)
-    new = {key: _with(each, below, values) for below, key, each in parts or ()}
-    if all(new[key] is each for _, key, each in parts or ()):
-        return value
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        for key, each in new.items():
-            copied[key] = each
-        return copied
-    if isinstance(value, (list, tuple)):
-        items = [*new.values()]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return with_fields(value, new)
 
 
 class LikeArguments:

@@ -1,11 +1,11 @@
 """Cutting an unmodified model into stages at the calls of its layers.
 
-Each stage runs the model's own forward on the whole microbatch. Layers before its range return tensors without values;
-its first layer gets the arguments that the stage before has sent, by name; the first layer after its
-range ends the forward, and its arguments are what this stage sends, but for those that the next one has by itself:
-masks, position tables and the like are recomputed from the microbatch on each stage. What else later stages need goes
-along with these arguments; see `booster_hybrid.pipeline.needs`. What a stage has not got is absent, and raises where it
-is read; see `booster_hybrid.pipeline.absent`.
+Each stage runs the model's own forward on the whole microbatch. Layers before its range return tensors without values,
+its first layer gets the arguments that the stage before has sent, by name, and the first layer after its range ends the
+forward, and its arguments are what this stage sends, but for those that the next one has by itself: masks, position
+tables and the like are recomputed from the microbatch on each stage. What else later stages need goes along with these
+arguments; see `booster_hybrid.pipeline.needs`. What a stage has not got is absent, and raises where it is read; see
+`booster_hybrid.pipeline.absent`.
 """
 
 from __future__ import annotations
@@ -16,32 +16,37 @@ import inspect
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
+from zlib import crc32
 
 import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_hybrid.fixed_draws import host_states
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
     ActivationMeta,
-    MetaCache,
+    ResultForms,
     absent_like,
     is_absent,
+    is_in_trial,
+    letting_through,
     noting_errors,
     refuse,
-    with_arrived,
+    take_place,
 )
 from booster_hybrid.pipeline.arguments import ArgumentNames
+from booster_hybrid.pipeline.label_means import CountedLoss
 from booster_hybrid.pipeline.p2p import check_sendable
-from booster_hybrid.pipeline.stage_forward import AbsentCalls, StageForwardMode, show
+from booster_hybrid.pipeline.stage_forward import AbsentCalls, outside_of, show
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
+    from torch.overrides import TorchFunctionMode
 
+    from booster_core.errors import AbsentValueError
     from booster_hybrid.pipeline.absent import ModuleOutput
     from booster_hybrid.pipeline.trace import Layer, Trace
     from booster_hybrid.random_streams import MicrobatchStreams
@@ -186,16 +191,16 @@ class BoundarySpec:
 
     Args:
         carried: Paths of arguments of its first layer.
-        extras: What else it needs, or the stages after it.
+        outputs: What modules return that it needs as well, or the stages after it.
     """
 
-    carried: tuple[str, ...]
-    extras: tuple[ModuleOutput, ...] = ()
+    carried: tuple[str, ...] = ()
+    outputs: tuple[ModuleOutput, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all of it."""
-        return (*self.carried, *(extra.name for extra in self.extras))
+        return (*self.carried, *(output.name for output in self.outputs))
 
 
 @dataclass(frozen=True)
@@ -235,13 +240,13 @@ class Cuts:
         return {name for needs in self.needs.values() for each in needs.boundaries for name in each.names}
 
     @functools.cached_property
-    def extras(self) -> Mapping[str, frozenset[ModuleOutput]]:
+    def sent(self) -> Mapping[str, frozenset[ModuleOutput]]:
         """What modules return that may be sent, by the module's name."""
         found: dict[str, set[ModuleOutput]] = defaultdict(set)
         for boundary in (each for needs in self.needs.values() for each in needs.boundaries):
-            for extra in boundary.extras:
-                found[extra.module].add(extra)
-        return {name: frozenset(extras) for name, extras in found.items()}
+            for output in boundary.outputs:
+                found[output.module].add(output)
+        return {name: frozenset(outputs) for name, outputs in found.items()}
 
 
 class StageEnd(BaseException):
@@ -268,6 +273,7 @@ class StagedModel:
 
     Attributes:
         model: As above.
+        forms: What operations on absent tensors return.
         hollow: Names of the parameters that are not here.
         forward: What runs the model: itself, unless something is set that puts its number formats around it.
     """
@@ -287,12 +293,14 @@ class StagedModel:
         self._active: StageRange | None = None
         self._received: Mapping[str, Tensor] = {}
         self._streams: MicrobatchStreams | None = None
-        self._run: StageForwardMode | None = None
-        self._forms = MetaCache()
+        self._is_forward = False
+        self._mode: TorchFunctionMode | None = None
+        self.forms = ResultForms()
         self._layer_forwards: list[_LayerForward] = []
         self._enclosed: list[tuple[nn.Module, _LayerForward | None]] = []
         self._hollow_places: list[tuple[nn.Module, str]] = []
         self._num_returns: Counter[str] = Counter()
+        self._num_idle: Counter[str] = Counter()
         self._made: dict[str, tuple[Tensor, int]] = {}
         self._has_begun = False
         self._depth = 0
@@ -302,7 +310,7 @@ class StagedModel:
         self._place_gates(modules, may_be_tried=not has_collectives)
         self.hollow = [] if dtype_of is None else self._hollow(modules, dtype_of)
         self._inner: dict[int, list[tuple[nn.Module, str, int]]] = defaultdict(list)
-        self._watch(cuts.extras)
+        self._watch(cuts.sent)
 
     def _place_gates(self, modules: Mapping[str, nn.Module], *, may_be_tried: bool) -> None:
         """Replace the forwards of layers, and of modules outside of them that some stages leave out."""
@@ -319,6 +327,7 @@ class StagedModel:
             self._set_forward(module, layer_forward)
             if self._holds(position):
                 self._undo.append(module.register_forward_pre_hook(layer_forward.enter, prepend=True).remove)
+                self._undo.append(module.register_forward_hook(layer_forward.leave).remove)
         self._leaving = [layer_forward for layer_forward in self._layer_forwards if layer_forward.layer.kept]
         self._layers = {layer.name for layer in trace.layers}
         for name, module in modules.items():
@@ -356,11 +365,11 @@ class StagedModel:
 
     def _on_return(self, name: str, output: Any) -> Any:
         """Keep what later stages need of what a module returned, and replace in it what earlier ones have sent."""
-        if self._depth and not self._layers.intersection(prefixes(name)):
+        if self._depth and not self._is_of_layer(name):
             return output  # of a module outside of the layers that a layer calls
         call = self._num_returns[name]
         self._num_returns[name] += 1
-        wanted = {extra.path: extra.name for extra in self.cuts.extras.get(name, ()) if extra.call == call}
+        wanted = {each.path: each.name for each in self.cuts.sent.get(name, ()) if each.call == call}
         if self._active is None or not wanted:
             return output
         leaves, form = leaves_by_path(output)
@@ -369,8 +378,12 @@ class StagedModel:
             key = wanted.get(path)
             values.append(leaf if key is None else self._received.get(key, leaf))
             if key is not None:
-                self._made[key] = values[-1], getattr(values[-1], "_version", 0)
+                self._made[key] = values[-1], _version_of(values[-1])
         return pytree.tree_unflatten(values, form) if wanted.values() & self._received.keys() else output
+
+    def _is_of_layer(self, name: str) -> bool:
+        """Return whether a module is a layer or inside of one."""
+        return not self._layers.isdisjoint(prefixes(name))
 
     def layer(self, position: int) -> Layer:
         """Return what is known of a layer."""
@@ -473,48 +486,45 @@ class StagedModel:
         Raises:
             AbsentValueError: If a value was read that this stage has not got, also where the model caught that.
             ConfigError: If the forward skipped the layer with which the stage begins, or that with which the next one
-                does, so that what was received was not used, or nothing is there to send; or if it drew random numbers
-                on the host, which it did not do for the example.
+                does, so that what was received was not used, or nothing is there to send.
 
         Collective: as the model's own forward.
         """
         self._num_returns.clear()
+        self._num_idle.clear()
         self._made = {}
         self._has_begun = False
         outputs, payload = None, None
+        errors: list[AbsentValueError] = []
         stage = self._active
         assert stage is not None, "a stage is active"
         if self._streams is not None:
             self._streams.begin()
-        run = self._run = self._new_run()
-        watches = self._streams is not None and not self._streams.host
-        before = host_states() if watches else None
+        mode = self._mode = self._new_mode(stage)
+        self._is_forward = True
         try:
-            with self._without_attributes_of_others(), run.noting(), run:
+            with (
+                self._without_attributes_of_others(),
+                noting_errors(errors),
+                letting_through(self.forms),
+                contextlib.nullcontext() if mode is None else mode,
+            ):
                 outputs = call_with(self.forward, taken_by(self.model, batch))
-            if run.has_arrived:
-                outputs = with_arrived(outputs)
         except StageEnd as end:
             payload = end.payload
         finally:
-            self._run, self._made = None, {}
-        if run.errors:
-            raise run.errors[0]
-        if before is not None and host_states() != before:
-            msg = (
-                f"{type(self.model).__name__} drew random numbers by Python's `random` or by numpy, which it did not "
-                "do for the example at `boost`, so that stages would draw other numbers. Pass an `example_batch` like "
-                "the batches that are run, or draw by torch."
-            )
-            raise ConfigError(msg)
+            self._is_forward, self._mode, self._made = False, None, {}
+        if errors:
+            raise errors[0]
         if payload is None and not stage.is_last:
             raise self._skipped(stage, stage.last, f"with which stage {stage.index + 1} begins")
         if not (self._has_begun or stage.is_first):
             raise self._skipped(stage, stage.first, "with which it begins")
         return outputs, payload or {}
 
-    def _new_run(self) -> StageForwardMode:
-        return StageForwardMode(self._forms, self._streams)
+    def _new_mode(self, stage: StageRange) -> TorchFunctionMode | None:
+        """Return what looks at the functions that a stage calls outside of its layers."""
+        return CountedLoss() if stage.is_last else None
 
     def enclose_compiled(self) -> None:
         """Enter compiled modules from outside of what is compiled, which is not to depend on the stage."""
@@ -532,8 +542,10 @@ class StagedModel:
         stage, layer_forward = self._active, call.layer_forward
         if layer_forward is not None and (stage is None or stage.first <= layer_forward.position < stage.last):
             self.enter_layer(layer_forward.position)
-            return self.call_layer(layer_forward, args, kwargs, call.inside)
-        if self._run is None:
+            output = self.call_layer(layer_forward, args, kwargs, call.inside)
+            self.leave_layer()
+            return output
+        if not self._is_forward:
             return call.compiled(*args, **kwargs)
         return call.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what `Module.compile` has compiled
 
@@ -555,7 +567,7 @@ class StagedModel:
         Raises:
             ConfigError: If no stage is active, and this rank lacks some of the layers.
         """
-        stage, position, layer = self._active, layer_forward.position, layer_forward.layer
+        stage, position = self._active, layer_forward.position
         forward = forward or layer_forward.forward
         if stage is None:
             if not self.hollow:
@@ -568,110 +580,96 @@ class StagedModel:
             raise ConfigError(msg)
         if position > stage.last:
             raise self._skipped(stage, stage.last, f"with which stage {stage.index + 1} begins")
-        if position > stage.first > 0 and self._run is not None and not self._has_begun:
+        if position > stage.first > 0 and self._is_forward and not self._has_begun:
             raise self._skipped(stage, stage.first, "with which it begins")
         if position < stage.first:
-            output = layer_forward.pass_through(args, kwargs)
-            self._leave_layer(position)
-            return output
+            return layer_forward.pass_through(args, kwargs)
         if position == stage.last:
-            raise StageEnd(self._payload(stage, layer, dict(layer_forward.names.leaves(*with_arrived((args, kwargs))))))
-        self._has_begun = self._has_begun or position == stage.first
-        with contextlib.nullcontext() if self._run is None else self._run.paused():
-            args, kwargs = self._with_received(stage, layer_forward, args, kwargs)
+            raise StageEnd(self._payload(stage, layer_forward, args, kwargs))
+        with outside_of(self._mode), letting_through(None):
+            if position == stage.first:
+                self._has_begun = True
+                if position > 0:
+                    self._arrive(stage, layer_forward.names, args, kwargs)
             self._depth += 1
             try:
                 output = forward(*args, **kwargs)
             finally:
                 self._depth -= 1
             layer_forward.check(output, args, kwargs)
-        self._leave_layer(position)
         return output
 
-    def _with_received(
-        self, stage: StageRange, layer_forward: _LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a layer's arguments with what the stage has received; the model's code goes on with that, too."""
-        args, kwargs = with_arrived((args, kwargs))
-        if layer_forward.position == stage.first > 0:
-            arguments = dict(layer_forward.names.leaves(args, kwargs))
-            given = {name: self._received[name] for name in self._carried(stage, arguments)}
-            if self._run is not None:
-                self._run.arrive(arguments, given)
-            args, kwargs = layer_forward.names.replaced(args, kwargs, given, f"layer '{layer_forward.layer.name}'")
-        return args, kwargs
-
-    def _carried(self, stage: StageRange, arguments: Mapping[str, Any]) -> Collection[str]:
-        """Return which arguments of a stage's first layer, given by path, it has received.
+    def _arrive(self, stage: StageRange, names: ArgumentNames, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let absent arguments of a stage's first layer be what has come, also for the code that goes on.
 
         Raises:
-            ConfigError: If the stage before had no tensor to send as one of them where the model's code has one here.
+            AbsentValueError: If one can't be.
+            ConfigError: If the stage before had no tensor to send as one of them.
         """
-        carried = self.needs.boundaries[stage.index].carried
-        for path in carried:
-            if path not in self._received and isinstance(arguments.get(path), torch.Tensor):
-                what = f"argument '{path}' of layer '{self.layer(stage.first).name}'"
+        for path, own in names.at(self.needs.boundaries[stage.index].carried, args, kwargs).items():
+            if not is_absent(own):
+                continue
+            what = f"argument '{path}' of layer '{self.layer(stage.first).name}'"
+            if path not in self._received:
                 raise self._without_tensor(stage.index - 1, what)
-        return [path for path in carried if path in self._received]
+            if not take_place(own, self._received[path]):
+                refuse(what, own)
 
     def enter_layer(self, position: int) -> None:
         """Let a layer that is run draw from its stream; streams of ranks that share it out come inside of this one."""
-        stage = self._active
-        if self._streams is not None and stage is not None and stage.first <= position < stage.last:
-            self._streams.begin_layer(position)
+        if self._streams is not None and self._active is not None:
+            self._streams.enter(position + 1, gives_back=self._is_forward)
 
-    def _leave_layer(self, position: int) -> None:
-        if self._streams is not None and self._run is not None:
-            self._streams.end_layer(position)
+    def leave_layer(self) -> None:
+        """Go on to draw where the layer began to."""
+        if self._streams is not None and self._is_forward:
+            self._streams.leave()
 
     def call_module(self, idle: _Idle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a module outside of the layers does in the active stage, which may have nothing to compute there."""
-        run, stage = self._run, self._active
-        if run is None or stage is None or run.is_trying or self._depth:
+        stage = self._active
+        if not self._is_forward or stage is None or self._depth or is_in_trial():
             return idle.forward(*args, **kwargs)
+        call = self._num_idle[idle.name]
+        self._num_idle[idle.name] += 1
         if self._streams is not None:
-            self._streams.begin_call()
-        try:
-            if stage.index in self.cuts.idle[idle.name] and self.needs.skips_idle:
-                with contextlib.suppress(Exception):  # its forward below raises it, or needs no form
-                    return idle.calls.result(run, args, kwargs)
-            return idle.forward(*args, **kwargs)
-        finally:
-            if self._streams is not None:
-                self._streams.end_call()
+            self._streams.enter(crc32(f"{idle.name}#{call}".encode()) + 2**32)
+        if stage.index in self.cuts.idle[idle.name] and self.needs.skips_idle:
+            try:
+                output = idle.calls.result(self.forms, args, kwargs)
+            except Exception:  # noqa: BLE001 - its forward raises it, or needs no form
+                output = idle.forward(*args, **kwargs)
+        else:
+            output = idle.forward(*args, **kwargs)
+        if self._streams is not None:
+            self._streams.leave()
+        return output
 
-    def result_of_absent(
-        self, calls: AbsentCalls, args: tuple[Any, ...], kwargs: Mapping[str, Any], seen: list[tuple[nn.Module, Any]]
-    ) -> Any:
-        """Return what a layer would return, without the values; see `AbsentCalls.result`."""
-        if self._run is not None:
-            return calls.result(self._run, args, kwargs, seen)
-        with StageForwardMode(self._forms, None) as run:  # backward recomputes what is around the layer
-            return calls.result(run, args, kwargs, seen)
-
-    def show_what_came(self, position: int, absent: Tensor, seen: Collection[nn.Module]) -> None:
+    def show_what_came(self, position: int, absent: Tensor) -> None:
         """Let those who watch modules inside of a layer that is not run see what came of these, or that it is absent.
 
         Args:
             position: The layer's.
             absent: What stands for outputs that did not come.
-            seen: Modules whose hooks have been shown theirs.
         """
-        known = {
-            id(module): (self.cuts.extras.get(name, ()), own) for module, name, own in self._inner.get(position, ())
-        }
-        for module in self._layer_forwards[position].calls.parts:
-            if module in seen or not module._forward_hooks:  # noqa: SLF001 - torch tells it nowhere else
-                continue
-            extras, own = known.get(id(module), ((), None))
-            came = {extra.place: self._received[extra.name] for extra in extras if extra.name in self._received}
-            output: Any = absent
-            if came:
-                size = 1 + max(index or 0 for index in came)
-                output = came[None] if None in came else tuple(came.get(index) for index in range(size))
-            show(module, output, without=own)
+        known = {id(module): (name, own) for module, name, own in self._inner.get(position, ())}
+        with outside_of(self._mode):
+            for module in self._layer_forwards[position].calls.parts:
+                if module._forward_hooks:  # noqa: SLF001 - torch tells it nowhere else
+                    name, own = known.get(id(module), ("", None))
+                    show(module, self._output_of(name, absent), without=own)
 
-    def _payload(self, stage: StageRange, layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _output_of(self, name: str, absent: Tensor) -> Any:
+        """Return what a module inside of a layer that is not run has returned, as far as it came."""
+        outputs = self.cuts.sent.get(name, ())
+        came = {each.place: self._received[each.name] for each in outputs if each.name in self._received}
+        if None in came or not came:
+            return came.get(None, absent)
+        return tuple(came.get(index) for index in range(1 + max(index or 0 for index in came)))
+
+    def _payload(
+        self, stage: StageRange, layer_forward: _LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Tensor]:
         """Return what the next stage gets: arguments of its first layer, and what else it needs.
 
         Nothing stands for an argument that is no tensor for this batch, and for what a module would return that the
@@ -682,29 +680,27 @@ class StagedModel:
             AbsentValueError: If the stage itself has not got some of it.
             ConfigError: If some of it is not there, or was changed in place since a module returned it.
         """
-        boundary = self.needs.boundaries[stage.index + 1]
-        found: dict[str, tuple[str, Any]] = {
-            name: (f"argument '{name}' of layer '{layer.name}'", arguments[name])
-            for name in boundary.carried
-            if isinstance(arguments.get(name), torch.Tensor)
+        boundary, layer = self.needs.boundaries[stage.index + 1], layer_forward.layer
+        found = {
+            name: (f"argument '{name}' of layer '{layer.name}'", value)
+            for name, value in layer_forward.names.at(boundary.carried, args, kwargs).items()
         }
-        for extra in boundary.extras:
-            is_outside = not self._layers.intersection(prefixes(extra.module))
-            if is_outside and self._num_returns[extra.module] <= extra.call:
+        for output in boundary.outputs:
+            if not self._is_of_layer(output.module) and self._num_returns[output.module] <= output.call:
                 continue
-            what = f"what module '{extra.module}' returns"
-            value, version = self._made.get(extra.name, (self._received.get(extra.name), 0))
-            if isinstance(value, torch.Tensor) and extra.name in self._made and value._version != version:  # noqa: SLF001 - torch tells it nowhere else
+            what = f"what module '{output.module}' returns"
+            value, version = self._made.get(output.name, (self._received.get(output.name), 0))
+            if not isinstance(value, torch.Tensor):
+                raise self._without_tensor(stage.index, what)
+            if output.name in self._made and _version_of(value) != version:
                 msg = (
                     f"{type(self.model).__name__} can't be cut before its layer '{layer.name}': its forward changes "
                     f"in place {what}, which the next stage gets and would change again. Let it make a new tensor "
                     "(`x = x * y` for `x *= y`), or use `pp_size=1`."
                 )
                 raise ConfigError(msg)
-            found[extra.name] = (what, value)
+            found[output.name] = (what, value)
         for what, value in found.values():
-            if not isinstance(value, torch.Tensor):
-                raise self._without_tensor(stage.index, what)
             if is_absent(value):
                 refuse(f"sending {what} to stage {stage.index + 1}", value)
             check_sendable(value, what)
@@ -728,6 +724,11 @@ class StagedModel:
             "activations can pass from stage to stage without it. Keep the model from skipping layers (set `layerdrop` "
             "to 0), or use `pp_size=1`."
         )
+
+
+def _version_of(value: Any) -> int:
+    """Return a number that grows when a tensor is written to; those made in inference mode count nothing."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0  # noqa: SLF001 - torch tells it nowhere else
 
 
 class _LayerForward:
@@ -757,22 +758,20 @@ class _LayerForward:
         if not self.is_open:
             self._staged.enter_layer(self.position)
 
+    def leave(self, *_: Any) -> None:
+        """End it, after that."""
+        if not self.is_open:
+            self._staged.leave_layer()
+
     def pass_through(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what stands for the layer's output where it is not run: of the same form, without its values."""
-        has_shapes, is_watched = self.layer.returned.has_shapes, self.calls.is_watched
+        is_watched = self.calls.is_watched
+        if self._may_be_tried and not self.layer.returned.has_shapes:
+            return self.calls.result(self._staged.forms, args, kwargs)
         if self._like is not None and not is_watched:
             value = self.names.get(self._like, args, kwargs)
             if isinstance(value, torch.Tensor):
-                return absent_like(
-                    value.form if isinstance(value, AbsentTensor) else ActivationMeta.of(value), self._origin
-                )
-        seen: list[tuple[nn.Module, Any]] = []
-        if self._may_be_tried and (not has_shapes or is_watched):
-            try:
-                return self._staged.result_of_absent(self.calls, args, kwargs, seen)
-            except Exception:
-                if not has_shapes:
-                    raise
+                return absent_like(ActivationMeta.of(value), self._origin)
         if self.layer.writes:
             self._refuse_writes(dict(self.names.leaves(args, kwargs)))
         arguments = self._arguments(args, kwargs)
@@ -782,7 +781,7 @@ class _LayerForward:
             if isinstance(leaf, torch.Tensor)
         }
         if is_watched and forms:
-            self._staged.show_what_came(self.position, next(iter(forms.values())), {module for module, _ in seen})
+            self._staged.show_what_came(self.position, next(iter(forms.values())))
         return self.layer.returned.of({**arguments, **forms})
 
     def _refuse_writes(self, arguments: Mapping[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 The batch is from the data loader that the model will be trained with, or the model's own dummy. A vector of class
 weights may be as long as a batch, and one batch does not tell it from targets. Batches of two sizes do: what is for
-each sample has grown with the batch. Where no other size was seen, the tensors that could be for all samples are
-refused: floating ones that only the criterion takes, and floating vectors. Integers of the criterion are labels, and
-what forward takes in more dimensions is its input.
+each sample has grown with the batch. Where no other size was seen at `boost`, the tensors that could be for all samples
+are refused: floating ones that only the criterion takes, and floating vectors. Integers of the criterion are labels,
+and what forward takes in more dimensions is its input.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-_MOST_SEEN = 16
-"""How many batches of different sizes are remembered."""
 _REMEDY = "What is for all samples, such as class weights, belongs into the criterion, or needs a first dimension of 1."
 
 
@@ -47,20 +45,19 @@ def not_per_sample(path: str, found: str) -> ConfigError:
 
 
 class BatchDimensions:
-    """Remembers the lengths of entries in batches of different sizes.
+    """Compares the lengths of a batch's entries with those of batches that are known from `boost`.
 
     Args:
         model: The user's model, whose forward tells its own arguments from entries for the criterion.
-        seen: The lengths of entries in batches that are known from `boost`: the example, and the data loader's.
+        seen: The lengths of entries in these: the example, and the data loader's.
     """
 
     def __init__(self, model: nn.Module, seen: Sequence[Mapping[str, int]]) -> None:
-        self._model = model
-        self._seen: list[Mapping[str, int]] = []
+        self._model, self._seen = model, seen
         self._known: set[str] = set()
-        self._checked: object = None
         for lengths in seen:
             self._note(lengths)
+        self._checked: object = None
 
     def check(self, batch: Any, count: int) -> None:
         """Raise if a tensor would be cut that is, or may be, for all samples of a batch.
@@ -77,22 +74,19 @@ class BatchDimensions:
         if shapes == self._checked:
             return
         lengths = lengths_of(batch)
-        before = [*self._seen]
-        self._note(lengths)
         cut = {path: tensor for path, tensor in _entries(batch).items() if tensor.shape[0] == count}
+        self._note(lengths)
         unknown = {path: tensor for path, tensor in cut.items() if path not in self._known}
-        for earlier in before:
+        for earlier in self._seen:
             self._refuse_constant(earlier, unknown, lengths)
         if len(cut) > 1:
             self._refuse_ambiguous(batch, unknown)
         self._checked = shapes
 
     def _note(self, lengths: Mapping[str, int]) -> None:
-        """Take the entries for known whose lengths have changed, and remember a batch of another size."""
+        """Take the entries for known whose lengths are others than in the batches from `boost`."""
         for earlier in self._seen:
             self._known.update(path for path, length in lengths.items() if earlier.get(path, length) != length)
-        if lengths not in self._seen and len(self._seen) < _MOST_SEEN:
-            self._seen.append(lengths)
 
     @staticmethod
     def _refuse_constant(

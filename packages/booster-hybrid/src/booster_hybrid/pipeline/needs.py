@@ -27,13 +27,13 @@ from booster_core.errors import AbsentValueError, BoosterError, ConfigError
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
     ActivationMeta,
-    MetaCache,
     ModuleOutput,
     absent_like,
     is_absent,
-    origin_of,
     outputs_behind,
     read_by,
+    refuse,
+    take_place,
 )
 from booster_hybrid.pipeline.cut import (
     BoundarySpec,
@@ -47,17 +47,18 @@ from booster_hybrid.pipeline.cut import (
 )
 from booster_hybrid.pipeline.microbatches import count_samples, doubled
 from booster_hybrid.pipeline.runtime import explained
-from booster_hybrid.pipeline.stage_forward import NotedRun, preserve_attributes
+from booster_hybrid.pipeline.stage_forward import NotedCalls, preserve_attributes
 from booster_hybrid.pipeline.trace import call_on, run_dry, stand_ins, trace_on, with_stand_ins
 from booster_runtime.data import leaves_by_path, tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
+    from torch.overrides import TorchFunctionMode
 
+    from booster_hybrid.pipeline.arguments import ArgumentNames
     from booster_hybrid.pipeline.cut import StageRange
-    from booster_hybrid.pipeline.stage_forward import StageForwardMode
     from booster_hybrid.pipeline.trace import Trace, WholeRun
 
 
@@ -189,8 +190,8 @@ class _Search:
             return self._needs(skips_idle=False)
 
     def _needs(self, *, skips_idle: bool) -> StageInputs:
-        boundaries = [BoundarySpec(()) for _ in self._ranges]
-        staged = _DryStages(self._model, self._cuts, self._ranges, self._whole, is_fake=self._is_fake)
+        boundaries = [BoundarySpec() for _ in self._ranges]
+        staged = _DryStages(self._model, self._cuts, self._ranges, self._whole)
         try:
             for stage in reversed(self._ranges):
                 self._complete(staged, stage, boundaries, skips_idle=skips_idle)
@@ -205,20 +206,21 @@ class _Search:
         while True:
             needs = StageInputs(tuple(boundaries), skips_idle)
             staged.cuts = replace(self._cuts, needs={True: needs, False: needs})
-            sent = boundaries[stage.index].extras
+            sent = boundaries[stage.index].outputs
+            staged.lacks = lambda labels: not self._sendable(labels) <= {*sent}  # noqa: B023 - called in this round
             try:
                 results = self._run_stage(staged, stage, sent)
-                missing = outputs_behind(results.values())
-                absent = [path for path, each in results.items() if is_absent(each)]
-                origin = origin_of(results[absent[0]]) if absent else ""
-                what = f"output {absent[0] or '(all)'} needs values of {origin}" if absent else ""
+                absent = {path: each for path, each in results.items() if isinstance(each, AbsentTensor)}
+                missing = outputs_behind(absent.values())
+                first = next(iter(absent.items()), None)
+                what = f"output {first[0] or '(all)'} needs values of {first[1].origin}" if first else ""
             except AbsentValueError as error:
                 what, missing = read_by(error)
             boundaries[stage.index] = BoundarySpec(staged.carried, sent)
             if not what:
                 self._compare(staged, stage, results)
                 return
-            more = {each for label in missing for each in self._sendable(label)}.difference(sent)
+            more = self._sendable(missing).difference(sent)
             if not more or stage.is_first:
                 raise self._refused(stage, what)
             boundaries[stage.index] = BoundarySpec(staged.carried, tuple(sorted({*sent, *more})))
@@ -251,9 +253,12 @@ class _Search:
                 raise self._refused(stage, f"its forward raises {type(error).__name__}: {error}") from error
         return dict(tensors_of(outputs)) if stage.is_last else {}
 
-    def _sendable(self, label: ModuleOutput) -> Sequence[ModuleOutput]:
-        """Return the outputs of the whole run that an absent one stands for."""
-        return [label] if label in self._whole.outputs else self._outputs.get((label.module, label.call), ())
+    def _sendable(self, labels: Iterable[ModuleOutput]) -> set[ModuleOutput]:
+        """Return the outputs of the whole run that absent ones stand for."""
+        found: set[ModuleOutput] = set()
+        for label in labels:
+            found.update([label] if label in self._whole.outputs else self._outputs.get((label.module, label.call), ()))
+        return found
 
     def _compare(self, staged: _DryStages, stage: StageRange, results: Mapping[str, Tensor]) -> None:
         """Raise if a stage has computed something else outside of the layers than the whole model."""
@@ -298,14 +303,15 @@ class _DryStages(StagedModel):
 
     Attributes:
         carried: The absent arguments of the first layer of the stage that ran.
-        calls: What it called outside of the layers; see `WholeRun`.
+        calls: What the stage that ran called outside of the layers; see `WholeRun`.
+        lacks: Returns whether values of which some outputs are told could be sent, and are not.
     """
 
-    def __init__(
-        self, model: nn.Module, cuts: Cuts, ranges: Sequence[StageRange], whole: WholeRun, *, is_fake: bool
-    ) -> None:
+    lacks: Callable[[Iterable[ModuleOutput]], bool]
+
+    def __init__(self, model: nn.Module, cuts: Cuts, ranges: Sequence[StageRange], whole: WholeRun) -> None:
         super().__init__(model, cuts, ranges)
-        self._forms = MetaCache(is_dry=is_fake)
+        self._whole = whole
         self._watch({output.module for output in whole.outputs})
         for layer in cuts.trace.layers:
             module: Any = self._modules[layer.name]
@@ -322,19 +328,41 @@ class _DryStages(StagedModel):
         self._first = stage.first
         self.enclose_compiled()
 
-    def _new_run(self) -> StageForwardMode:
-        return NotedRun(self._forms, self.calls)
+    def _new_mode(self, stage: StageRange) -> TorchFunctionMode:
+        del stage
+        return NotedCalls(self.calls)
 
     def enter_layer(self, position: int) -> None:
         """Note that a layer begins."""
         self.calls.append(("layer", position))
         self._num_called = position + 1
 
-    def _carried(self, stage: StageRange, arguments: Mapping[str, Any]) -> Collection[str]:
+    def _arrive(self, stage: StageRange, names: ArgumentNames, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take all absent arguments for such as come, but those that can't take their place afterwards."""
         del stage
-        absent = [path for path, leaf in arguments.items() if isinstance(leaf, torch.Tensor) and is_absent(leaf)]
-        self.carried = tuple(path for path in absent if path in self._received)
-        return self.carried
+        others = []
+        for path, own in names.tensors(args, kwargs).items():
+            if is_absent(own):
+                if take_place(own, self._received[path]):
+                    self.carried = (*self.carried, path)
+                else:
+                    others.append(own)
+        if self.lacks(outputs_behind(others)):
+            refuse("the first layer", others)
+
+    def _output_of(self, name: str, absent: Tensor) -> Any:
+        """Let absent outputs of modules inside of layers have the forms that they have in the whole model."""
+        call = self._num_returns[name]
+        self._num_returns[name] += 1
+        outputs = [each for each in self._whole.outputs if (each.module, each.call) == (name, call)]
+        if not outputs:
+            return absent
+        values = {}
+        for each in outputs:
+            form = ActivationMeta.of(self._whole.outputs[each])
+            values[each.place] = self._received.get(each.name, absent_like(form, f"module '{name}'", (each,)))
+            self._made[each.name] = values[each.place], 0
+        return values[None] if None in values else tuple(map(values.get, range(1 + max(each or 0 for each in values))))
 
     def _on_return(self, name: str, output: Any) -> Any:
         """Let absent tensors that a module returned before the stage's own layers be from there."""
@@ -343,7 +371,7 @@ class _DryStages(StagedModel):
             leaves, form = leaves_by_path(output)
             if any(isinstance(leaf, AbsentTensor) for _, leaf in leaves):
                 values = [
-                    absent_like(leaf.form, leaf.origin, (ModuleOutput(name, call, path),))
+                    absent_like(ActivationMeta.of(leaf), leaf.origin, (ModuleOutput(name, call, path),))
                     if isinstance(leaf, AbsentTensor)
                     else leaf
                     for path, leaf in leaves

@@ -183,13 +183,8 @@ class P2PChannel:
         follow = [given[name] for name in self._names if name in given and given[name].numel()]
         layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in follow)
         asked = self._usual_to[to].of(kind) if self._asks_ahead else ()
-        header = torch.zeros(1 + len(self._names), _FIELDS, dtype=torch.int64)
-        header[0, 0], header[0, 1] = tensors is None, layout == asked
-        for row, name in zip(header[1:], self._names, strict=True):
-            tensor = given.get(name)
-            if tensor is not None:
-                row[0], row[1], row[2], row[3] = 1, tensor.requires_grad, _DTYPES.index(tensor.dtype), tensor.dim()
-                row[4 : 4 + tensor.dim()] = torch.tensor(tensor.shape)
+        rows = [(tensors is None, layout == asked), *(_described(given.get(name)) for name in self._names)]
+        header = torch.tensor([[*row, *[0] * (_FIELDS - len(row))] for row in rows])
         parts = [self._start(header.to(self._header_device), to)]
         if layout != asked:
             parts += [self._start(torch.zeros(shape, dtype=dtype, device=self._device), to) for dtype, shape in asked]
@@ -276,6 +271,13 @@ class P2PChannel:
     def _ask(self, tensor: Tensor, sender: int) -> tuple[Any, Tensor]:
         group = self._channels[sender, self._index]
         return dist.irecv(_as_sent(tensor), src=self._ranks[sender], group=group), tensor
+
+
+def _described(tensor: Tensor | None) -> tuple[int, ...]:
+    """Return the entries of a header for a tensor."""
+    if tensor is None:
+        return ()
+    return (1, tensor.requires_grad, _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape)
 
 
 def make_channels(pipelines: Sequence[Sequence[int]]) -> dict[tuple[int, int], ProcessGroup]:

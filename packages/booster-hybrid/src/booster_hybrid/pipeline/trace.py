@@ -26,13 +26,12 @@ from booster_hybrid.fixed_draws import ConstantRandomMode
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
     ActivationMeta,
-    MetaCache,
     ModuleOutput,
     absent_like,
     quiet_fakes,
 )
 from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
-from booster_hybrid.pipeline.stage_forward import OF_TORCH, NotedRun, preserve_attributes
+from booster_hybrid.pipeline.stage_forward import OF_TORCH, NotedCalls, outside_of, preserve_attributes
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by, tensors_of
 
@@ -171,7 +170,7 @@ def trace_on(
         )
         raise ConfigError(msg)
     whole = WholeRun()
-    run = NotedRun(MetaCache(), whole.calls)
+    run = NotedCalls(whole.calls)
     recorder = _Recorder(modules, {id(layer): name for name, layer in found.items()}, run, whole)
     recorder.watch()
     try:
@@ -214,7 +213,7 @@ def replace_forward(module: Any, call: Callable[..., Any]) -> Callable[[], None]
 
 class _Recorder:
     def __init__(
-        self, modules: Mapping[str, nn.Module], layers: Mapping[int, str], run: NotedRun, whole: WholeRun
+        self, modules: Mapping[str, nn.Module], layers: Mapping[int, str], run: NotedCalls, whole: WholeRun
     ) -> None:
         self._modules, self._layers, self._run, self._whole = modules, layers, run, whole
         self._undo: list[Callable[[], None]] = []
@@ -275,7 +274,7 @@ class _Recorder:
         versions = {path: tensor._version for path, tensor in tensors.items()}  # noqa: SLF001 - torch tells it nowhere else
         self._depth += 1
         try:
-            with self._run.paused():
+            with outside_of(self._run):
                 output = forward(*args, **kwargs)
         finally:
             self._depth -= 1
