@@ -61,7 +61,8 @@ def _start_process(target: Callable[..., object], *args: Any) -> BaseProcess:
         with os.fdopen(descriptor, "w") as stream:
             json.dump({"path": sys.path, "modules": modules}, stream)
         forkserver.set_forkserver_preload(["booster_testing.rank_preload"])
-    process = multiprocessing.get_context("forkserver" if can_fork() else "spawn").Process(target=target, args=args)
+    context: Any = multiprocessing.get_context("forkserver" if can_fork() else "spawn")
+    process: BaseProcess = context.Process(target=target, args=args)
     before = {name: os.environ.get(name) for name in asked}
     os.environ.update(asked)
     try:
