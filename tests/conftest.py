@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections import Counter
+from multiprocessing import forkserver
 from pathlib import Path
 
 import hypothesis
@@ -17,7 +18,7 @@ import torch
 from forked_scripts import forked_scripts
 
 from booster_core.ranks import run_in_turns
-from booster_testing import close_ranks, rank_forks, rank_pool
+from booster_testing import close_ranks, rank_pool
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("tests", hypothesis.settings.default, deadline=None)
@@ -173,9 +174,10 @@ def simulated_device():
 
 @pytest.fixture(scope="session")
 def forks_with_isolated_libraries():
-    """Start the process that `ranks_with_isolated_libraries` are forked from."""
-    with contextlib.closing(rank_forks.Forks(["with_isolated_libraries"])) as forks:
-        yield forks
+    """Another fork server, that `ranks_with_isolated_libraries` are forked from."""
+    forks = forkserver.ForkServer()
+    yield forks
+    forks._stop()
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +185,10 @@ def ranks_with_isolated_libraries(forks_with_isolated_libraries):
     """Run ranks that have found the isolated libraries, and in which others found them when they were imported."""
     close_ranks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_pool, "_forks", forks_with_isolated_libraries)
+        for name in ("_forkserver", "ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+            own = forks_with_isolated_libraries
+            patch.setattr(forkserver, name, own if name == "_forkserver" else getattr(own, name))
+        patch.setattr(rank_pool, "imported_first", ["with_isolated_libraries"])
         yield
         close_ranks()  # these workers have imported what other tests must not see
 

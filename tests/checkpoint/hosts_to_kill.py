@@ -16,12 +16,13 @@ import traceback
 from pathlib import Path
 
 import torch.distributed as dist
-from reference_plugins import ReferencePlugin
 
 from booster_core.ranks.store import this_host
 from booster_core.ranks.world import close_world, open_world
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+from reference_plugins import ReferencePlugin
 from tests.checkpoint.saver_to_kill import kill, live, look, make, wait_for
 from tests.shared.fuse_mirror import mounted_mirror
 

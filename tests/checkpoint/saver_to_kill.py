@@ -15,12 +15,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from reference_plugins import ReferencePlugin
 from torch import nn
 
 from booster_checkpoint.run.manifest import verify_folder
 from booster_core import Booster
 from booster_core.ranks.world import close_world, open_world
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+from reference_plugins import ReferencePlugin
 
 WIDTH = 40_000
 LAST = 1_000_000

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from booster_checkpoint.load.source import Source
 from booster_core.errors import CheckpointError
-from booster_core.state import decode_json, encode_json, read_json
+from booster_core.state import decode_json, encode_json, parse_json
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # DCP's writer of torch 2.10 uses it
@@ -258,7 +258,7 @@ def test_random_damage(folder):
             Source(folder, "model").close()
 
 
-def test_values_nested_too_deeply(tmp_path):
+def test_values_nested_too_deeply():
     deep = []
     for _ in range(5000):
         deep = [deep]
@@ -266,6 +266,5 @@ def test_values_nested_too_deeply(tmp_path):
         encode_json(deep, "extra")
     with pytest.raises(CheckpointError, match="nested too deeply"):
         decode_json(deep)
-    (tmp_path / "a.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="is not valid JSON"):
-        read_json(tmp_path / "a.json")
+        parse_json(b"[" * 100_000, "a.json")

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import mmap
-import resource
 import time
 
-import pytest
 import torch
 
-from booster_testing import data_limit, peak_memory
+from booster_testing import peak_memory
 
 MIB = 2**20
 
@@ -36,13 +34,3 @@ def test_sampling_measures_a_peak():
         time.sleep(0.1)
         del block
     assert 60 * MIB < peak.peak_bytes < 80 * MIB
-
-
-def test_allocations_beyond_the_limit_raise():
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    with data_limit(64 * MIB):
-        torch.ones(16 * MIB, dtype=torch.uint8)
-        with pytest.raises(RuntimeError, match="allocate"):
-            torch.ones(256 * MIB, dtype=torch.uint8)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    torch.ones(256 * MIB, dtype=torch.uint8)

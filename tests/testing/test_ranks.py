@@ -12,7 +12,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from many_files import numbered_high
 from patience import is_alive
 
 from booster_testing import (
@@ -25,8 +24,7 @@ from booster_testing import (
     ranks,
     run_on_ranks,
 )
-from booster_testing.rank_forks import ForkedProcess, can_fork
-from booster_testing.rank_pool import worker_pids
+from booster_testing.rank_pool import can_fork, worker_pids
 
 
 def _sum_of_ranks(offset):
@@ -294,16 +292,3 @@ def test_what_calls_on_an_open_group_leave_behind_is_told_when_it_closes():
     assert len(opened.call(_random)) == 2
     with pytest.raises(RankError, match="The calls left behind on rank 0: thread"):
         opened.close()
-
-
-def test_a_process_with_a_thousand_open_files_waits_for_its_ranks():
-    read, write = os.pipe()
-    try:
-        with numbered_high(read) as number:
-            process = ForkedProcess(os.getpid(), number)
-            assert process.poll() is None
-            os.write(write, b"3")
-            assert process.wait(5.0) == 3
-    finally:
-        os.close(read)
-        os.close(write)

@@ -184,12 +184,11 @@ class Session:
         """
         if self.world_size == 1:
             return [value]
-        group = group or self.cpu_group()
-        if self.rank:
-            swap_bytes(pickle.dumps(value), 0, None, group)
-            return []
-        others = (swap_bytes(None, 0, rank, group) for rank in range(1, self.world_size))
-        return [value, *(pickle.loads(content) for content in others)]  # noqa: S301 - of this run's own ranks
+        import torch.distributed as dist
+
+        gathered: list[Any] | None = None if self.rank else [None] * self.world_size
+        dist.gather_object(value, gathered, dst=0, group=group or self.cpu_group())
+        return gathered or []
 
     def total_over_ranks(self, numbers: Sequence[int], group: ProcessGroup | None = None) -> list[int]:
         """Return the sums of all ranks' numbers.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +21,9 @@ def public_names(package: str) -> tuple[Callable[[str], object], Callable[[], li
     Args:
         package: The package's own ``__name__``.
     """
-    module = sys.modules[package]
-    blocks = [each for each in ast.parse(inspect.getsource(module)).body if isinstance(each, ast.If)]
+    module: Any = sys.modules[package]
+    source = ast.parse(module.__spec__.loader.get_source(package))
+    blocks = [each for each in source.body if isinstance(each, ast.If)]
     imports = [each for block in blocks for each in block.body if isinstance(each, ast.ImportFrom)]
     homes = {alias.name: str(each.module) for each in imports for alias in each.names}
 

@@ -36,7 +36,7 @@ from booster_core.state import (
     decode_json,
     encode_json,
     has_adapters,
-    read_json,
+    parse_json,
     scheduler_from_json,
     scheduler_to_json,
     tensor_references,
@@ -99,7 +99,9 @@ class PlainCheckpointIO(CheckpointIO):
 
     def load_lr_scheduler(self, scheduler: LRScheduler, request: LoadRequest) -> None:
         path = self._path(request)
-        scheduler_from_json(scheduler, read_json(path), str(path))
+        with _file_errors(path, "read"):
+            content = parse_json(path.read_bytes(), str(path))
+        scheduler_from_json(scheduler, content, str(path))
 
     def save_lora(self, state: ModelState, request: SaveRequest, adapters: Sequence[str] | None) -> None:
         del state, request, adapters

@@ -1,10 +1,10 @@
-"""Test Booster plugins: the conformance kit, test functions on several ranks, and memory limits and peaks."""
+"""Test Booster plugins: the conformance kit, test functions on several ranks, and peaks of memory."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_testing.memory import data_limit, peak_memory
+from booster_testing.memory import peak_memory
 from booster_testing.rank_pool import RankDiedError, RankError, RankTimeoutError, close_ranks
 from booster_testing.ranks import Ranks, expect_on_ranks, open_ranks, run_on_ranks
 
@@ -20,7 +20,6 @@ __all__ = [
     "RankTimeoutError",
     "Ranks",
     "close_ranks",
-    "data_limit",
     "expect_on_ranks",
     "open_ranks",
     "peak_memory",

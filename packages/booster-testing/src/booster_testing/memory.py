@@ -1,4 +1,4 @@
-"""Measure and limit this process's memory, for tests with a memory bound (Linux only).
+"""Measure this process's memory, for tests with a memory bound (Linux only).
 
 A peak is the kernel's high-water mark, which includes memory of torch's kernels and of gloo. Only anonymous
 pages count: pages of mapped files belong to the page cache, which the kernel reclaims if needed.
@@ -90,24 +90,6 @@ class _Sampler:
                 file.seek(0)
                 _, resident, file_backed, *_ = map(int, file.read().split())
                 self._highest_pages = max(self._highest_pages, resident - file_backed)
-
-
-@contextlib.contextmanager
-def data_limit(num_bytes: int) -> Iterator[None]:
-    """Limit the growth of this process's data during the block; larger allocations raise.
-
-    torch's CPU allocator raises ``RuntimeError`` and Python ``MemoryError``; the process is not killed.
-
-    Args:
-        num_bytes: Bytes above the current ``VmData``.
-    """
-    _settle()
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (_status()["VmData"] + num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _status() -> dict[str, int]:

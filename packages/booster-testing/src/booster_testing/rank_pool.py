@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from booster_testing.rank_forks import ForkedProcess, Forks, can_fork
-from booster_testing.rank_worker import CLOSE
+from booster_testing.rank_preload import VARIABLE
+from booster_testing.rank_worker import CLOSE, serve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
 START_SECONDS = 180.0
 """Time limit for a worker to start, or to load a test's file, on a loaded machine."""
@@ -31,6 +34,43 @@ START_SECONDS = 180.0
 CLEAN_SECONDS = 20.0
 """Time limit for what a worker does after a call."""
 _STACK_SECONDS = 2.0
+_SHARED = ("numpy", "peft", "safetensors", "torch", "transformers")
+"""Packages whose modules are imported before a fork, as ours are, where the test process has imported them."""
+_STARTS_PROCESSES = ("torch._inductor",)
+"""Modules that start processes or threads when they are imported."""
+imported_first: list[str] = []
+"""Modules that are imported before them."""
+
+
+def can_fork() -> bool:
+    """Return whether workers may be forks: CUDA does not survive a fork, and elsewhere torch's libraries may not."""
+    return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+
+
+def _is_shared(name: str) -> bool:
+    package = name.partition(".")[0]
+    return (package in _SHARED or package.startswith("booster_")) and not name.startswith(_STARTS_PROCESSES)
+
+
+def _start_process(target: Callable[..., object], *args: Any) -> BaseProcess:
+    """Call a function in a new process: a fork of the one that imports what forks share, where workers may be that."""
+    asked = {"OMP_NUM_THREADS": "1"}
+    if can_fork() and forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined] # noqa: SLF001 - no public way to ask
+        descriptor, asked[VARIABLE] = tempfile.mkstemp(prefix="ranks-")
+        modules = [*imported_first, *sorted(filter(_is_shared, sys.modules)), "booster_testing.rank_worker"]
+        with os.fdopen(descriptor, "w") as stream:
+            json.dump({"path": sys.path, "modules": modules}, stream)
+        forkserver.set_forkserver_preload(["booster_testing.rank_preload"])
+    context: Any = multiprocessing.get_context("forkserver" if can_fork() else "spawn")
+    process: BaseProcess = context.Process(target=target, args=args)
+    before = {name: os.environ.get(name) for name in asked}
+    os.environ.update(asked)
+    try:
+        process.start()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+    return process
 
 
 class RankError(Exception):
@@ -59,9 +99,15 @@ class RankDiedError(RankError):
 class Worker:
     """A worker process, the parent's end of its pipe, and the file for its stack dumps."""
 
-    process: subprocess.Popen[bytes] | ForkedProcess
+    process: BaseProcess
     connection: Connection
     stack_file: Path
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self.process.pid is not None, "it was started"
+        return self.process.pid
 
     def receive(self) -> tuple[str, Any]:
         """Return the worker's next message; raise EOFError if it has died."""
@@ -73,16 +119,17 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the worker and its child processes, and wait for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(ProcessLookupError):  # it may not have a group of its own yet
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
         self.connection.close()
 
     def describe_death(self) -> str:
         """Return how the worker ended."""
-        try:
-            code = self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
+        self.process.join(timeout=5)
+        code = self.process.exitcode
+        if code is None:
             return "closed its connection to the test"
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
@@ -91,13 +138,13 @@ class Worker:
     def queued_seconds(self) -> float:
         """Return for how long the worker's main thread has waited for a processor; 0 where the kernel does not tell."""
         with contextlib.suppress(OSError, ValueError, IndexError):
-            text = Path(f"/proc/{self.process.pid}/schedstat").read_text(encoding="ascii")
+            text = Path(f"/proc/{self.pid}/schedstat").read_text(encoding="ascii")
             return int(text.split()[1]) * 1e-9
         return 0.0
 
     def dump_stack(self) -> str:
         """Return the stacks of the worker's threads."""
-        self.process.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_SECONDS
         text = ""
         while time.monotonic() < deadline:
@@ -114,7 +161,6 @@ class Pool:
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._life_read, self._life_write = os.pipe()
         self._workers: list[Worker | None] = []
         self._num_started = 0
         self._num_calls = 0
@@ -124,14 +170,14 @@ class Pool:
     @property
     def pids(self) -> list[int]:
         """The process ids of the running workers."""
-        return [worker.process.pid for worker in self._workers if worker is not None]
+        return [worker.pid for worker in self._workers if worker is not None]
 
     def workers(self, num: int) -> list[Worker]:
         """Return ``num`` workers that are ready for a call; missing ones are started in parallel."""
         self._workers += [None] * (num - len(self._workers))
         new = []
         for rank, worker in enumerate(self._workers[:num]):
-            if worker is None or worker.process.poll() is not None:
+            if worker is None or worker.process.exitcode is not None:
                 if worker is not None:
                     worker.kill()
                 self._workers[rank] = self._start()
@@ -198,40 +244,22 @@ class Pool:
                 worker.connection.send_bytes(pickle.dumps(None))
         deadline = time.monotonic() + 3
         for worker in workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            worker.process.join(max(0.0, deadline - time.monotonic()))
             worker.kill()
         self._workers.clear()
-        os.close(self._life_read)
-        os.close(self._life_write)
         self._folder.cleanup()
 
     def _start(self) -> Worker:
-        ours, theirs = Pipe()
+        ours, theirs = multiprocessing.Pipe()
         self._num_started += 1
         stack_file = Path(self._folder.name) / f"stack{self._num_started}"
         stack_file.touch()
-        process: subprocess.Popen[bytes] | ForkedProcess
-        if can_fork():
-            process = the_forks().fork(theirs.fileno(), stack_file, START_SECONDS)
-        else:
-            process = self._spawn(theirs, stack_file)
+        process = _start_process(serve, theirs, str(stack_file))
         theirs.close()
         return Worker(process, ours, stack_file)
 
-    def _spawn(self, connection: Connection, stack_file: Path) -> subprocess.Popen[bytes]:
-        command = "from booster_testing.rank_worker import main; main()"
-        return subprocess.Popen(  # noqa: S603 - our own worker
-            [sys.executable, "-c", command, str(connection.fileno()), str(self._life_read), str(stack_file)],
-            pass_fds=(connection.fileno(), self._life_read),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C goes to the test process only; killpg reaches the children
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
 
 _pool: Pool | None = None
-_forks: Forks | None = None
 
 
 def the_pool() -> Pool:
@@ -241,15 +269,6 @@ def the_pool() -> Pool:
         _pool = Pool()
         atexit.register(close_ranks)
     return _pool
-
-
-def the_forks() -> Forks:
-    """Return the process that forks this process's workers; it ends when the interpreter exits."""
-    global _forks  # noqa: PLW0603 - shared by the pools of a process
-    if _forks is None:
-        _forks = Forks()
-        atexit.register(_forks.close)
-    return _forks
 
 
 def close_ranks() -> None:
@@ -262,5 +281,6 @@ def close_ranks() -> None:
 
 
 def worker_pids() -> list[int]:
-    """Return the process ids of the running workers, and of the process that forks them."""
-    return [*([] if _forks is None else [_forks.pid]), *([] if _pool is None else _pool.pids)]
+    """Return the process ids of the running workers, and of those of multiprocessing that serve them."""
+    served = [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]  # type: ignore[attr-defined] # noqa: SLF001 - it has no public name
+    return [*filter(None, served), *([] if _pool is None else _pool.pids)]

@@ -12,11 +12,11 @@ import gc
 import importlib
 import importlib.util
 import io
+import multiprocessing
 import os
 import pickle
 import random
 import reprlib
-import resource
 import signal
 import sys
 import threading
@@ -24,7 +24,6 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -32,19 +31,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
 
 
 CLOSE = "close"
 """In the place of a call, closes the open group."""
-_THOROUGH_CALLS = 100
-"""Number of calls between two garbage collections of all objects."""
 _SECONDS_TO_END = 2.0
 """How long threads that a call began may take to end after it."""
-_MANY_GLOO_THREADS = 100
-"""More than after the last thorough collection, these ask for one: garbage may hold process groups."""
+_MOST_CALLS = 100
+"""After as many calls a worker is replaced, whose collections of garbage look only at what is new."""
+_MOST_GLOO_THREADS = 100
+"""With more, too: DDP and DeviceMesh keep groups alive after they are destroyed."""
+
 _num_calls = 0
-_num_threads_kept = 0
-"""Number of gloo threads after the last thorough collection."""
 _open_group_name = ""
 """Of the group that calls share."""
 _before_group: _State | None = None
@@ -107,23 +106,18 @@ class Failure:
     at_seconds: float
 
 
-def main() -> None:
-    """Serve calls, as a new interpreter: see `serve`."""
-    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
-
-
-def serve(connection_fd: int, life_fd: int, stack_file: str) -> None:
+def serve(connection: Connection, stack_file: str) -> None:
     """Serve calls until the parent sends the end, or exits.
 
     Args:
-        connection_fd: This worker's end of the pipe to its parent.
-        life_fd: A pipe that closes when the parent ends.
+        connection: This worker's end of the pipe to its parent.
         stack_file: File that gets the stacks of all threads on ``SIGUSR1``.
     """
     from booster_core.ranks import run_in_turns
 
+    os.setpgid(0, 0)  # Ctrl-C goes to the test process only; killpg reaches the worker's children, and no other worker
     run_in_turns()
-    threading.Thread(target=_die_with_parent, args=(life_fd,), name="parent watch", daemon=True).start()
+    threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()
     with Path(stack_file).open("w") as stacks:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -132,7 +126,6 @@ def serve(connection_fd: int, life_fd: int, stack_file: str) -> None:
 
         torch.set_num_threads(1)
         _settle_garbage()
-        connection = Connection(connection_fd)
         connection.send_bytes(pickle.dumps(("ready", None)))
         while True:
             try:
@@ -149,16 +142,18 @@ def serve(connection_fd: int, life_fd: int, stack_file: str) -> None:
                 _serve(connection, call)
 
 
-def _die_with_parent(life_fd: int) -> None:
-    """End this process and its children as soon as the parent's end of the pipe closes."""
-    while os.read(life_fd, 1):
-        pass
+def _die_with_parent() -> None:
+    """End this process and its children as soon as the parent ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "it was started as a process"
+    parent.join()
     os.killpg(0, signal.SIGKILL)
 
 
 def _serve(connection: Connection, call: Call) -> None:
     """Run one call, report its outcome, and clean up when all ranks have reported."""
-    global _before_group  # noqa: PLW0603 - a worker has one default group at a time
+    global _before_group, _num_calls  # noqa: PLW0603 - a worker serves one call after another
+    _num_calls += 1
     before = _State()
     succeeded = False
     answer: tuple[str, Any]
@@ -200,7 +195,8 @@ def _serve(connection: Connection, call: Call) -> None:
     threads = before.restore(waits=not call.group)
     if not call.group:  # what works for an open group ends with it
         leaks += threads
-    connection.send_bytes(pickle.dumps(("clean", (leaks, _num_gloo_threads()))))
+    is_worn = (_num_calls >= _MOST_CALLS and not call.group) or _num_gloo_threads() > _MOST_GLOO_THREADS
+    connection.send_bytes(pickle.dumps(("clean", (leaks, is_worn))))
 
 
 def _load(module: str, file: str, qualname: str) -> Callable[..., Any]:
@@ -250,25 +246,8 @@ def _add_parents(module: str) -> None:
 
 
 def _settle_garbage() -> None:
-    """Exclude the objects of imported modules from later garbage collections."""
+    """Exclude what is there from later garbage collections: mostly imported modules, whose memory forks share."""
     gc.collect()
-    gc.freeze()
-
-
-def _collect_garbage() -> None:
-    """Collect the garbage of a call, looking only at objects that are new since the previous call.
-
-    The survivors are mostly imported modules and caches. Later collections skip them, except for a full collection from
-    time to time, and when process groups accumulate: it takes hundreds of times longer, and copies the memory that
-    forks share.
-    """
-    global _num_calls, _num_threads_kept  # noqa: PLW0603 - a worker serves one call after another
-    _num_calls += 1
-    gc.collect()
-    if _num_calls % _THOROUGH_CALLS == 0 or _num_gloo_threads() > _num_threads_kept + _MANY_GLOO_THREADS:
-        gc.unfreeze()
-        gc.collect()
-        _num_threads_kept = _num_gloo_threads()
     gc.freeze()
 
 
@@ -410,7 +389,6 @@ class _State:
         self._environment = dict(os.environ)
         self._path = list(sys.path)
         self._folder = Path.cwd()
-        self._limit = resource.getrlimit(resource.RLIMIT_DATA)
         self._threads = {thread.ident for thread in threading.enumerate()}
         self._excepthook = sys.excepthook
 
@@ -423,7 +401,6 @@ class _State:
         sys.path[:] = self._path
         sys.excepthook = self._excepthook
         os.chdir(self._folder)
-        resource.setrlimit(resource.RLIMIT_DATA, self._limit)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
@@ -431,7 +408,7 @@ class _State:
         if torch.are_deterministic_algorithms_enabled():  # else the call only imports torch's compiler
             torch.use_deterministic_algorithms(False)  # noqa: FBT003 - torch's only form
         torch.autograd.set_detect_anomaly(False)
-        _collect_garbage()
+        _settle_garbage()
         began = [each for each in threading.enumerate() if each.ident not in self._threads and not each.daemon]
         until = time.monotonic() + (_SECONDS_TO_END if waits else 0)
         for thread in began:  # those of an executor end by themselves once nobody has it

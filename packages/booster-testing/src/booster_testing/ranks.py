@@ -34,7 +34,9 @@ from booster_testing.rank_pool import (
 from booster_testing.rank_worker import Call, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+    from typing_extensions import Self
 
 MAX_WORLD_SIZE = 8
 """With more ranks, tests depend on the machine's scheduler."""
@@ -42,8 +44,6 @@ MAX_WORLD_SIZE = 8
 _GRACE_SECONDS = 5.0
 """What the other ranks get after the first failure, not counting the time in which they wait for a processor."""
 _POLL_SECONDS = 0.2
-_MAX_GLOO_THREADS = 100
-"""A worker with more threads is replaced: DDP and DeviceMesh keep groups alive after they are destroyed."""
 _SECONDARY = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote end|timed out waiting|\[.*gloo.*\].*(closed|reset)|"
     r"another rank could not load",
@@ -97,16 +97,8 @@ def run_on_ranks(
 
     Collective: none; called in the test's process.
     """
-    group = _Group(world_size, group_timeout_seconds, backend, prepare)
-    return _results(_make_call(fn, args, kwargs, group), timeout_seconds)
-
-
-def _results(call: Call, timeout_seconds: float) -> list[Any]:
-    outcomes, leaks = _execute(call, timeout_seconds, _GRACE_SECONDS)
-    if any(outcome.value is None for outcome in outcomes):
-        _raise(call.qualname, outcomes, timeout_seconds)
-    _check_left(f"`{call.qualname}`", leaks)
-    return [pickle.loads(outcome.value) for outcome in outcomes if outcome.value is not None]  # noqa: S301
+    ranks = Ranks(world_size, group_timeout_seconds=group_timeout_seconds, backend=backend, prepare=prepare, name="")
+    return ranks.call(fn, *args, timeout_seconds=timeout_seconds, **kwargs)
 
 
 def expect_on_ranks(
@@ -145,32 +137,8 @@ def expect_on_ranks(
 
     Collective: none; called in the test's process.
     """
-    group = _Group(world_size, group_timeout_seconds, backend, prepare)
-    return _errors(_make_call(fn, args, kwargs, group), error_type, match, timeout_seconds)
-
-
-def _errors(
-    call: Call, error_type: type[BaseException] | tuple[type[BaseException], ...], match: str, timeout_seconds: float
-) -> list[BaseException | None]:
-    outcomes, _ = _execute(call, timeout_seconds, timeout_seconds)
-    if any(outcome.value is None and outcome.failure is None for outcome in outcomes):
-        _raise(call.qualname, outcomes, timeout_seconds)
-    kinds = error_type if isinstance(error_type, tuple) else (error_type,)
-    expected = " or ".join(kind.__name__ for kind in kinds)
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
-    complaints = []
-    for rank, outcome in enumerate(outcomes):
-        failure = outcome.failure
-        if failure is None:
-            complaints.append(f"rank {rank} raised nothing")
-        elif not names.intersection(failure.kinds):
-            complaints.append(f"rank {rank} raised something else:\n{failure.text}")
-        elif not re.search(match, failure.summary):
-            complaints.append(f"rank {rank}'s message does not match {match!r}:\n{failure.text}")
-    if complaints:
-        msg = f"`{call.qualname}` should raise {expected} on every rank.\n" + "\n".join(complaints)
-        raise AssertionError(msg)
-    return [_exception(outcome.failure) for outcome in outcomes if outcome.failure is not None]
+    ranks = Ranks(world_size, group_timeout_seconds=group_timeout_seconds, backend=backend, prepare=prepare, name="")
+    return ranks.expect(error_type, match, fn, *args, timeout_seconds=timeout_seconds, **kwargs)
 
 
 def _check_left(what: str, leaks: dict[int, list[str]]) -> None:
@@ -180,36 +148,18 @@ def _check_left(what: str, leaks: dict[int, list[str]]) -> None:
             raise RankError(msg, rank, {})
 
 
-@contextlib.contextmanager
-def open_ranks(
-    world_size: int,
-    *,
-    group_timeout_seconds: float = 30.0,
-    backend: str = "gloo",
-    prepare: Callable[[], None] | None = None,
-) -> Iterator[Ranks]:
-    """Open a process group in a ``with``, for many calls.
+class Ranks:
+    """The ranks of a process group that is opened by the first call, and again after a call that failed.
+
+    The workers have one group at a time: a call on other ranks closes it, and the next call here opens it again. Each
+    call starts from the same random state. A context manager, which closes the group.
 
     Args:
         world_size: Number of ranks, 1 to 8.
         group_timeout_seconds: Time limit of the group's collectives and rendezvous.
         backend: As for ``init_process_group``.
         prepare: Called on every rank before the group is opened.
-
-    Collective: none; called in the test's process.
-    """
-    ranks = Ranks(world_size, group_timeout_seconds=group_timeout_seconds, backend=backend, prepare=prepare)
-    try:
-        yield ranks
-    finally:
-        ranks.close()
-
-
-class Ranks:
-    """The ranks of a process group that is opened by the first call, and again after a call that failed.
-
-    The workers have one group at a time: a call on other ranks closes it, and the next call here opens it again. Each
-    call starts from the same random state. Arguments are those of `open_ranks`.
+        name: What no other group is called; each call of a group without a name has one of its own.
     """
 
     def __init__(
@@ -219,13 +169,20 @@ class Ranks:
         group_timeout_seconds: float = 30.0,
         backend: str = "gloo",
         prepare: Callable[[], None] | None = None,
+        name: str | None = None,
     ) -> None:
-        name = f"group {next(_numbers)}"
-        self._group = _Group(world_size, group_timeout_seconds, backend, prepare, name)
+        self._world_size, self._timeout_seconds = world_size, group_timeout_seconds
+        self._backend, self._prepare = backend, prepare
+        self._name = f"group {next(_numbers)}" if name is None else name
 
     def call(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank and return the results by rank; see `run_on_ranks`."""
-        return _results(_make_call(fn, args, kwargs, self._group), timeout_seconds)
+        call = self._make_call(fn, args, kwargs)
+        outcomes, leaks = _execute(call, timeout_seconds, _GRACE_SECONDS)
+        if any(outcome.value is None for outcome in outcomes):
+            _raise(call.qualname, outcomes, timeout_seconds)
+        _check_left(f"`{call.qualname}`", leaks)
+        return [pickle.loads(outcome.value) for outcome in outcomes if outcome.value is not None]  # noqa: S301
 
     def expect(
         self,
@@ -237,7 +194,26 @@ class Ranks:
         **kwargs: Any,
     ) -> list[BaseException | None]:
         """Assert that ``fn`` raises ``error_type`` on every rank; see `expect_on_ranks`."""
-        return _errors(_make_call(fn, args, kwargs, self._group), error_type, match, timeout_seconds)
+        call = self._make_call(fn, args, kwargs)
+        outcomes, _ = _execute(call, timeout_seconds, timeout_seconds)
+        if any(outcome.value is None and outcome.failure is None for outcome in outcomes):
+            _raise(call.qualname, outcomes, timeout_seconds)
+        kinds = error_type if isinstance(error_type, tuple) else (error_type,)
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+        complaints = []
+        for rank, outcome in enumerate(outcomes):
+            failure = outcome.failure
+            if failure is None:
+                complaints.append(f"rank {rank} raised nothing")
+            elif not names.intersection(failure.kinds):
+                complaints.append(f"rank {rank} raised something else:\n{failure.text}")
+            elif not re.search(match, failure.summary):
+                complaints.append(f"rank {rank}'s message does not match {match!r}:\n{failure.text}")
+        if complaints:
+            msg = f"`{call.qualname}` should raise {expected} on every rank.\n" + "\n".join(complaints)
+            raise AssertionError(msg)
+        return [_exception(outcome.failure) for outcome in outcomes if outcome.failure is not None]
 
     def close(self) -> None:
         """Close the group, if it is open.
@@ -246,50 +222,48 @@ class Ranks:
             RankError: If the calls have left a thread behind.
         """
         pool = the_pool()
-        if pool.open_group is not None and pool.open_group[0] == self._group.name:
+        if pool.open_group is not None and pool.open_group[0] == self._name:
             _check_left("The calls", pool.close_group())
 
+    def __enter__(self) -> Self:
+        return self
 
-@dataclass(frozen=True)
-class _Group:
-    """Settings of a process group; one with a name stays open."""
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    world_size: int
-    timeout_seconds: float
-    backend: str
-    prepare: Callable[[], None] | None
-    name: str = ""
-
-
-def _make_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: _Group) -> Call:
-    if not 1 <= group.world_size <= MAX_WORLD_SIZE:
-        msg = f"`world_size={group.world_size}` is not between 1 and {MAX_WORLD_SIZE}."
-        raise ValueError(msg)
-    module = sys.modules.get(getattr(fn, "__module__", ""))
-    file = getattr(module, "__file__", None)
-    qualname = getattr(fn, "__qualname__", "")
-    if file is None or "<" in qualname or not qualname:
-        msg = (
-            f"{fn!r} cannot be called on other processes: pass a function defined at the top level of a module's file."
+    def _make_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        if not 1 <= self._world_size <= MAX_WORLD_SIZE:
+            msg = f"`world_size={self._world_size}` is not between 1 and {MAX_WORLD_SIZE}."
+            raise ValueError(msg)
+        module = sys.modules.get(getattr(fn, "__module__", ""))
+        file = getattr(module, "__file__", None)
+        qualname = getattr(fn, "__qualname__", "")
+        if file is None or "<" in qualname or not qualname:
+            msg = (
+                f"{fn!r} cannot be called on other processes: pass a function defined at the top level of a module's "
+                "file."
+            )
+            raise TypeError(msg)
+        arguments, modules = _pickle((args, kwargs, self._prepare))
+        return Call(
+            module=fn.__module__,
+            file=file,
+            qualname=qualname,
+            arguments=arguments,
+            modules=modules,
+            rank=0,
+            world_size=self._world_size,
+            store_file="",
+            group=self._name,
+            backend=self._backend,
+            group_timeout_seconds=self._timeout_seconds,
+            environment={**os.environ, "OMP_NUM_THREADS": "1"},
+            path=list(sys.path),
+            warning_filters=[_portable(*entry) for entry in warnings.filters],
         )
-        raise TypeError(msg)
-    arguments, modules = _pickle((args, kwargs, group.prepare))
-    return Call(
-        module=fn.__module__,
-        file=file,
-        qualname=qualname,
-        arguments=arguments,
-        modules=modules,
-        rank=0,
-        world_size=group.world_size,
-        store_file="",
-        group=group.name,
-        backend=group.backend,
-        group_timeout_seconds=group.timeout_seconds,
-        environment={**os.environ, "OMP_NUM_THREADS": "1"},
-        path=list(sys.path),
-        warning_filters=[_portable(*entry) for entry in warnings.filters],
-    )
+
+
+open_ranks = Ranks
 
 
 class _Pickler(pickle.Pickler):
@@ -367,7 +341,7 @@ def _collect(workers: list[Worker], timeout_seconds: float, grace_seconds: float
         was_loading, num_bad = bool(loading), _num_bad(outcomes)
         ready = {running[connection] for connection in wait(list(running), _POLL_SECONDS)}  # type: ignore[index]
         # A worker's child processes may keep its pipe open, so also check its exit code.
-        ready |= {rank for rank in running.values() if workers[rank].process.poll() is not None}
+        ready |= {rank for rank in running.values() if workers[rank].process.exitcode is not None}
         for rank in ready:
             _take_message(rank, workers[rank], loading, outcomes)
         if was_loading and not loading:
@@ -404,7 +378,7 @@ def _num_bad(outcomes: dict[int, _Outcome]) -> int:
 def _take_message(rank: int, worker: Worker, loading: set[int], outcomes: dict[int, _Outcome]) -> None:
     """Record a worker's message, or its death."""
     try:
-        if worker.process.poll() is not None and not worker.connection.poll(0):
+        if worker.process.exitcode is not None and not worker.connection.poll(0):
             raise EOFError
         kind, payload = worker.receive()
     except EOFError:
@@ -433,8 +407,7 @@ def _finish(workers: list[Worker], outcomes: list[_Outcome]) -> tuple[dict[int, 
             if not workers[rank].connection.poll(max(0.0, deadline - time.monotonic())):
                 leaks[rank] = [f"a worker that did not finish its cleanup\n{workers[rank].dump_stack()}"]
             else:
-                leaks[rank], num_gloo_threads = workers[rank].receive()[1]
-                is_worn = num_gloo_threads > _MAX_GLOO_THREADS
+                leaks[rank], is_worn = workers[rank].receive()[1]
         except EOFError:
             leaks[rank] = [f"a worker that {workers[rank].describe_death()} after the call"]
         if leaks[rank] or is_worn:

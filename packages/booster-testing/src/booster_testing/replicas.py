@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from booster_core.state import replica_digests
 from booster_testing.training import logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from booster_core import Booster
-
-_Place = tuple[str, tuple[tuple[int, int], ...], tuple[int, int]]
+    from booster_core.state.replica_digests import Place
 
 
 @dataclass
@@ -27,11 +27,11 @@ class LocalView:
     """The shards of a model on one rank, and its outputs.
 
     Attributes:
-        shards: A copy of the values of each shard of this rank, by name, box, and range inside the flattened box.
+        shards: A digest of the values of each part of a tensor on this rank.
         outputs: The model's outputs for a batch that is the same on every rank, without dropout.
     """
 
-    shards: dict[_Place, Tensor]
+    shards: dict[Place, int]
     outputs: Tensor
 
 
@@ -45,11 +45,7 @@ def look_locally(booster: Booster, model: Any, batch: Tensor) -> LocalView:
 
     Collective: as the plugin's forward.
     """
-    shards: dict[_Place, Tensor] = {}
-    for shard in booster.state_adapter(model).model_shards():
-        box = tuple((int(start), int(stop)) for start, stop in shard.box)
-        start, stop = shard.flat_range
-        shards[shard.name, box, (int(start), int(stop))] = shard.data.detach().cpu().clone()
+    shards = dict(replica_digests(booster.state_adapter(model).model_shards()))
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -67,25 +63,21 @@ def assert_equal_replicas(views: Sequence[LocalView]) -> None:
 
     Collective: none; called in the test's process.
     """
-    first_seen: dict[_Place, tuple[int, Tensor]] = {}
+    first_seen: dict[Place, tuple[int, int]] = {}
     drifted: dict[str, tuple[int, int]] = {}
     for rank, view in enumerate(views):
-        for place, values in view.shards.items():
-            holder, theirs = first_seen.setdefault(place, (rank, values))
-            if not _identical(values, theirs):
+        for place, digest in view.shards.items():
+            holder, theirs = first_seen.setdefault(place, (rank, digest))
+            if digest != theirs:
                 drifted.setdefault(place[0], (holder, rank))
     if drifted:
         listed = ", ".join(f"{name} (ranks {one} and {other})" for name, (one, other) in sorted(drifted.items()))
         msg = f"Replicas of {len(drifted)} tensors differ between ranks: {listed}"
         raise AssertionError(msg)
     for rank, view in enumerate(views[1:], start=1):
-        if not _identical(view.outputs, views[0].outputs):
+        if not torch.equal(view.outputs, views[0].outputs):
             msg = (
                 f"Ranks 0 and {rank} compute different outputs from the same batch: the parameters or buffers that "
                 "their forward reads differ."
             )
             raise AssertionError(msg)
-
-
-def _identical(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)

@@ -13,7 +13,7 @@ import pickle
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from typing_extensions import Self, override
@@ -22,7 +22,7 @@ from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.names import MODEL, OPTIMIZER
 from booster_checkpoint.files.parts import MOST_DIMS, is_tiling, read_common
 from booster_checkpoint.files.tensor_file import TensorFile
-from booster_checkpoint.files.torch_file import UNREADABLE, check_is_finite, first_line, load_plainly, offset_of
+from booster_checkpoint.files.torch_file import UNREADABLE, first_line, load_plainly, offset_of
 from booster_checkpoint.storage.open_file import RangeStream
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError
 from booster_core.state import Box, TensorMeta, box_numel, box_shape, encode_json, intersect, slices_of
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from booster_checkpoint.storage import Location
 
 METADATA = ".metadata"
+_T = TypeVar("_T")
 _LARGEST = 1 << 62
 STATE, GROUPS, SHAPES = "state", "param_groups", "param_shapes"
 """The first parts of an optimizer's paths."""
@@ -179,10 +180,6 @@ def read_table(folder: Location) -> Table:
     return _checked(content, path)
 
 
-class _MalformedError(Exception):
-    """An entry is not what DCP writes."""
-
-
 def _checked(content: _Inert, path: Location) -> Table:
     """Return the table, all of whose entries are of the right kind."""
     tensors: dict[str, TensorEntry] = {}
@@ -191,62 +188,53 @@ def _checked(content: _Inert, path: Location) -> Table:
     slices: dict[tuple[str, tuple[int, ...] | None], Slice] = {}
     name: Any = "state_dict_metadata"
     try:
-        for name, entry in _items(content.get("state_dict_metadata")):
+        for name, entry in content.get("state_dict_metadata").items():
             if _is(entry, "BytesStorageMetadata"):
-                values.append(_text(name))
+                values.append(_of(str, name))
             else:
-                tensors[_text(name)] = _tensor(entry)
+                tensors[_of(str, name)] = _tensor(_named(entry, "TensorStorageMetadata"))
         planned = content.get("planner_data")
-        if type(planned) is dict:  # another planner's data is its own
-            for name, keys in planned.items():
-                if type(keys) is not tuple or not keys or not all(type(key) in (str, int) for key in keys):
-                    raise _MalformedError
-                paths[_text(name)] = keys
-        for index, place in _items(content.get("storage_data")):
-            name = index.get("fqn") if _is(index, "MetadataIndex") else None
-            offset = index.get("offset") if _is(index, "MetadataIndex") else None
-            slices[_text(name), None if offset is None else _numbers(offset)] = _slice(place)
-    except _MalformedError as error:
+        for name, keys in planned.items() if type(planned) is dict else ():  # another planner's data is its own
+            if not keys or not all(type(key) in (str, int) for key in _of(tuple, keys)):
+                raise ValueError
+            paths[_of(str, name)] = keys
+        for index, place in content.get("storage_data").items():
+            name, offset = _named(index, "MetadataIndex").get("fqn"), index.get("offset")
+            slices[_of(str, name), None if offset is None else _numbers(offset)] = _slice(_named(place, "_StorageInfo"))
+    except (AttributeError, TypeError, ValueError) as error:
         msg = f"The entry '{str(name)[:200]}' of the table '{path}' is malformed: it is damaged or hostile."
         raise CheckpointDamagedError(msg) from error
     return Table(tensors=tensors, values=tuple(values), paths=paths, slices=slices)
 
 
-def _tensor(entry: Any) -> TensorEntry:
-    if not _is(entry, "TensorStorageMetadata") or not _is(entry.get("properties"), "TensorProperties"):
-        raise _MalformedError
-    properties = entry.get("properties")
+def _tensor(entry: _Inert) -> TensorEntry:
+    properties = _named(entry.get("properties"), "TensorProperties")
     dtype = properties.state[0] if type(properties.state) is tuple and properties.state else properties.get("dtype")
-    shape, found = _numbers(entry.get("size")), entry.get("chunks")
-    if type(dtype) is not torch.dtype or math.prod(shape) >= _LARGEST or type(found) is not list:
-        raise _MalformedError
-    boxes = {tuple(first for first, _ in box): box for box in (_box(chunk, shape) for chunk in found)}
-    chunks = tuple(boxes.values())
-    if not is_tiling(shape, chunks):
-        raise _MalformedError
-    return TensorEntry(shape, dtype, chunks)
+    shape = _numbers(entry.get("size"))
+    found = [_box(_named(chunk, "ChunkStorageMetadata"), shape) for chunk in _of(list, entry.get("chunks"))]
+    chunks = tuple({tuple(first for first, _ in box): box for box in found}.values())
+    if math.prod(shape) >= _LARGEST or not is_tiling(shape, chunks):
+        raise ValueError
+    return TensorEntry(shape, _of(torch.dtype, dtype), chunks)
 
 
-def _box(chunk: Any, shape: tuple[int, ...]) -> Box:
-    if not _is(chunk, "ChunkStorageMetadata"):
-        raise _MalformedError
-    offsets, sizes = _numbers(chunk.get("offsets")), _numbers(chunk.get("sizes"))
-    if not len(offsets) == len(sizes) == len(shape):
-        raise _MalformedError
-    if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
-        raise _MalformedError
-    return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+def _box(chunk: _Inert, shape: tuple[int, ...]) -> Box:
+    places = zip(_numbers(chunk.get("offsets")), _numbers(chunk.get("sizes")), shape, strict=True)
+    box = tuple((offset, offset + size, whole) for offset, size, whole in places)
+    if any(stop > whole for _, stop, whole in box):
+        raise ValueError
+    return tuple((start, stop) for start, stop, _ in box)
 
 
-def _slice(place: Any) -> Slice:
-    extensions: Any = (place.get("transform_descriptors") or []) if _is(place, "_StorageInfo") else None
+def _slice(place: _Inert) -> Slice:
+    extensions = place.get("transform_descriptors") or []
     if type(extensions) not in (list, tuple):
-        raise _MalformedError
+        raise TypeError
     return Slice(
-        _text(place.get("relative_path")),
+        _of(str, place.get("relative_path")),
         _number(place.get("offset")),
         _number(place.get("length")),
-        tuple(map(_text, extensions)),
+        tuple(_of(str, each) for each in extensions),
     )
 
 
@@ -254,28 +242,28 @@ def _is(value: Any, kind: str) -> bool:
     return isinstance(value, _Inert) and type(value).__name__ == kind
 
 
-def _items(value: Any) -> Any:
-    if type(value) is not dict:
-        raise _MalformedError
-    return value.items()
+def _named(value: Any, kind: str) -> _Inert:
+    if not _is(value, kind):
+        raise TypeError
+    return cast("_Inert", value)
+
+
+def _of(kind: type[_T], value: Any) -> _T:
+    if type(value) is not kind:
+        raise TypeError
+    return value
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
     if type(values) not in (tuple, list) or len(values) > MOST_DIMS:
-        raise _MalformedError
+        raise TypeError
     return tuple(map(_number, values))
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise _MalformedError
-    return value
-
-
 def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _LARGEST:
-        raise _MalformedError
-    return value
+    if not 0 <= _of(int, value) < _LARGEST:
+        raise ValueError
+    return int(value)
 
 
 class DCPFile(TensorFile):
@@ -384,7 +372,6 @@ class DCPFile(TensorFile):
         content = io.BytesIO(RangeStream(file, info.offset, info.length).read())
         try:
             value = load_plainly(content)
-            check_is_finite(value, info.length)
         except UNREADABLE as error:
             msg = (
                 f"'{fqn}' in '{self.path}' was not loaded, because it is damaged or holds objects: {first_line(error)}"

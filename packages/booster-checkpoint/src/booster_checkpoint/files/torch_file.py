@@ -37,8 +37,6 @@ UNREADABLE = (
     *(TypeError, AttributeError, MemoryError, struct.error),
 )
 """What torch raises about content that it does not take."""
-_FREE_VALUES = 1 << 17
-"""How many values any file may hold, those in several places counted at each; a larger one, as many as it has bytes."""
 
 
 def torch_frame(name: str, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> FileLayout:
@@ -154,7 +152,7 @@ def load_plainly(source: Path | IO[bytes], *, is_mapped: bool = False, describe:
         describe: Leave the tensors' values out; `offset_of` tells where they are.
 
     Raises:
-        pickle.UnpicklingError: If it holds objects, or far more values than bytes.
+        pickle.UnpicklingError: If it holds objects.
         RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, MemoryError, struct.error: If it is
             damaged.
     """
@@ -179,23 +177,6 @@ def _tells_offsets_on_meta() -> bool:
     return loaded.untyped_storage()._checkpoint_offset is not None  # noqa: SLF001
 
 
-def check_is_finite(content: Any, nbytes: int) -> None:
-    """Raise where values expand to far more than the file that they come from: it names one list in many places.
-
-    Raises:
-        pickle.UnpicklingError: If they do.
-    """
-    left, stack = max(_FREE_VALUES, nbytes), [content]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, (dict, list, tuple, set)):
-            left -= len(value)
-            if left < 0:
-                msg = f"its values expand to more than the {nbytes} bytes that it has"
-                raise pickle.UnpicklingError(msg)
-            stack.extend(value.values() if isinstance(value, dict) else value)
-
-
 def _load(file: OpenFile) -> Any:
     """Return the content of a file."""
     path = file.place
@@ -206,7 +187,6 @@ def _load(file: OpenFile) -> Any:
             content = load_plainly(path.path, is_mapped=True)
         else:
             content = load_plainly(file.stream())
-        check_is_finite(content, file.size)
     except pickle.UnpicklingError as error:
         msg = (
             f"'{path}' holds more than tensors and plain values, and was not loaded: reading such a file can run any "

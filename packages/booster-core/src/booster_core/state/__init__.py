@@ -11,7 +11,6 @@ from booster_core.state.json_values import (
     encode_json,
     encode_runs,
     parse_json,
-    read_json,
     split_checksums,
     tensor_references,
 )
@@ -116,7 +115,6 @@ __all__ = [
     "own_class",
     "pack",
     "parse_json",
-    "read_json",
     "refuse_parts",
     "regions_of",
     "replica_digests",

@@ -17,16 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core.errors import (
-    CheckpointAbsentError,
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointUnreadableError,
-)
+from booster_core.errors import CheckpointDamagedError, CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
-    from pathlib import Path
 
 _DTYPE_PREFIX = "torch."
 _LONGEST_NAME = 1 << 13
@@ -277,25 +271,6 @@ def decode_extra_state(
         elif name in tensors:
             found[name] = read(name)
     return found
-
-
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        CheckpointAbsentError: If there is no file.
-        CheckpointUnreadableError: If it is there and cannot be read.
-        CheckpointDamagedError: If it is not JSON.
-    """
-    try:
-        written = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        msg = f"'{path}' cannot be read: {error.strerror or error}."
-        raise CheckpointAbsentError(msg) from error
-    except OSError as error:
-        msg = f"'{path}' cannot be read: {error.strerror or error}."
-        raise CheckpointUnreadableError(msg) from error
-    return parse_json(written, str(path))
 
 
 def parse_json(written: bytes, where: str) -> Any:
