@@ -97,6 +97,13 @@ def test_sequence_times_other_axes_train_as_on_one_process(options):
     assert_equals_one_process(llama_case(9, "right"), Setting(HybridParallelPlugin, options, 4))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_order", [("dp", "pp", "sp", "tp"), ("dp", "pp", "tp", "sp")], ids=["tp", "sp"])
+def test_two_rings_times_split_layers_train_as_on_one_process(mesh_order):
+    options = {**RING, "sp_size": 4, "inner_ring_size": 2, "tp_size": 2, "mesh_order": mesh_order}
+    assert_equals_one_process(llama_case(21, "left"), Setting(HybridParallelPlugin, options, 8))
+
+
 def without_labels(step, replica):
     return {"input_ids": share_of(7, None, step, replica)["input_ids"]}
 
@@ -235,6 +242,11 @@ def test_unsupported_adapters_are_named(name, options, more, message):
         run_on_ranks(boost_and_run, 2, name, options, **more)
     else:
         expect_on_ranks(ConfigError, message, boost_and_run, 2, name, options, **more)
+
+
+def test_heads_that_do_not_divide_are_refused_on_every_rank():
+    options = {"sp_size": 3, "sequence_parallelism_mode": "all_to_all"}
+    expect_on_ranks(ConfigError, "4 heads are no multiple of 3 ranks", boost_and_run, 3, "llama", options)
 
 
 def generate(options):
