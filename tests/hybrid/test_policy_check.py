@@ -12,7 +12,6 @@ from torch.nn import functional
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
-from booster_runtime.lazy import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 
 WIDTH, HEADS = 24, 4
@@ -94,16 +93,6 @@ def boost_zeros():
 
 def test_zero_initialised_projections_do_not_hide_a_wrong_policy():
     expect_on_ranks(ConfigError, WRONG["glu"][1], boost_zeros, 2)
-
-
-def boost_lazy():
-    with LazyInitContext():
-        model = Model()
-    boost(model, WRONG["glu"][0])
-
-
-def test_a_lazy_model_is_checked():
-    expect_on_ranks(ConfigError, WRONG["glu"][1], boost_lazy, 2)
 
 
 def states(number, replica):

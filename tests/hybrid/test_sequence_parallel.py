@@ -243,6 +243,11 @@ def test_unsupported_adapters_are_named(name, options, more, message):
         expect_on_ranks(ConfigError, message, boost_and_run, 2, name, options, **more)
 
 
+def test_heads_that_do_not_divide_are_refused_on_every_rank():
+    options = {"sp_size": 3, "sequence_parallelism_mode": "all_to_all"}
+    expect_on_ranks(ConfigError, "4 heads are no multiple of 3 ranks", boost_and_run, 3, "llama", options)
+
+
 def generate(options):
     _, model, _ = boosted("transformers/llama", options)
     model.unwrap().generate(torch.full((1, 5), 7), max_new_tokens=2, use_cache=True, do_sample=False)

@@ -46,29 +46,6 @@ def test_ranks_may_share_key_and_value_heads(name, num_ranks):
     run_on_ranks(compare, num_ranks, [f"transformers/{name}"])
 
 
-def with_logits_split():
-    zoo = get_model("transformers/llama_tied")
-    whole = zoo.seeded()
-    model = copy.deepcopy(whole)
-    parallelize(model, policy_for(whole), RankGroup.of(None))
-    batch = zoo.whole(0, 1, 4)
-    batch["labels"][0, :3] = -100  # tokens that don't count, in one sample only
-    expected, output = whole(**batch), model(**batch)
-    assert output.logits.local().shape[-1] < expected.logits.shape[-1] == output.logits.shape[-1]
-    torch.testing.assert_close(output.loss, expected.loss)
-    output.loss.backward()
-    expected.loss.backward()
-    ours, theirs = (each.get_input_embeddings().weight.grad for each in (model, whole))
-    assert ours.shape[0] < theirs.shape[0]
-    torch.testing.assert_close(ours.norm() ** 2, ours.pow(2).sum())
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_whole_logits_need_not_exist(num_ranks):
-    """Three ranks don't divide the vocabulary of 64."""
-    run_on_ranks(with_logits_split, num_ranks)
-
-
 class Tiny(torch.nn.Module):
     """A custom model: fused q/k/v, no configuration."""
 

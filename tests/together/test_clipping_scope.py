@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
+from matrix import matrix
 from residual_stack import Stack
 from torch import nn
 
@@ -83,13 +84,16 @@ def plugin_of(name):
     return PLUGINS[name]()
 
 
-@pytest.mark.parametrize("how", ["norm", "value"])
-@pytest.mark.parametrize("name", list(PLUGINS))
+@matrix(
+    [*(f"{name}-norm" for name in PLUGINS), "single-value", "ddp-value", "zero1-value"],
+    name=list(PLUGINS),
+    how=["norm", "value"],
+)
 def test_all_trained_parameters_are_clipped(name, how):
     assert_equals_one_process(case_of(how), setting_of(name))
 
 
-@pytest.mark.parametrize("name", list(PLUGINS))
+@matrix(["single", "fsdp", "zero1", "gemini"], name=list(PLUGINS))
 def test_norms_of_fp64_gradients_keep_fp64(name):
     assert_equals_one_process(case_of("norm", torch.float64), setting_of(name))
 

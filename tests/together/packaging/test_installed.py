@@ -142,14 +142,6 @@ def test_listing_plugins_is_fast(core_and_ddp, environment_of):
     assert min(times) < 0.3
 
 
-def test_listing_plugins_does_not_import_torch(core_and_ddp, environment_of):
-    environment = environment_of(*core_and_ddp)
-    done = environment.run("-X", "importtime", environment.bin / "booster", "plugins")
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
-    assert "booster_core.discovery" in imported
-    assert not [name for name in imported if name.split(".")[0] in {"torch", "booster_ddp"}]
-
-
 @pytest.mark.slow  # the one with DDP is above, and CI runs each package's tests from its wheel
 @pytest.mark.parametrize(
     ("name", "class_name"),
