@@ -204,7 +204,8 @@ class _Borders:
         across = _attending_across(layer, patched)
         for parent in across:
             self._leave_as_it_is(parent)
-        patched = {module: forward for module, forward in patched.items() if _parent(layer, module) not in across}
+        whole = {each for parent in across for each in parent.modules()}
+        patched = {module: forward for module, forward in patched.items() if module not in whole}
         gathering = _Gathering(self.positions)
         entries: dict[nn.Module, None] = {}
         for module, forward in patched.items():
@@ -222,7 +223,7 @@ class _Borders:
                     self.kept.add(id(module.bias))
         for entry in entries:  # before hooks that tell the module of another width, as `LocalWidth` does
             self.changes.hook(entry.register_forward_pre_hook(gathering, with_kwargs=True, prepend=True))
-        self._sum_alone(set(block.modules()).difference(*(parent.modules() for parent in across)))
+        self._sum_alone(set(block.modules()) - whole)
 
     def _sum_alone(self, inside: set[nn.Module]) -> None:
         """Let what would sum over ranks inside of a block leave that to its borders."""
@@ -253,7 +254,9 @@ def _attending_across(layer: nn.Module, patched: Mapping[nn.Module, Any]) -> set
         parent = _parent(layer, module)
         if isinstance(forward, ColumnForward) and parent is not layer:
             read.setdefault(parent, set()).add(id(forward.siblings))
-    return {parent for parent, siblings in read.items() if len(siblings) > 1}
+    found = {parent for parent, siblings in read.items() if len(siblings) > 1}
+    inside = {each for parent in found for each in parent.modules() if each is not parent}
+    return found - inside
 
 
 def _is_plain(forward: Any) -> bool:
