@@ -18,6 +18,7 @@ from zoo_training import CellError, first_line, quiet
 from booster_core.errors import AbsentValueError, ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.families import FAMILIES
+from booster_hybrid.policy.find import policy_for
 from booster_testing import RankError, run_on_ranks
 from booster_testing.rank_pool import RankDiedError, RankTimeoutError
 from booster_tools import TrainingFunctions, verify
@@ -123,10 +124,16 @@ def _train_plainly(name: str) -> dict[str, Any]:
 def _policy_of(model: nn.Module) -> str:
     """Return where the model's tensor policy is from: us, transformers' plan, or nowhere."""
     config: Any = model.config
-    if config.model_type.replace("-", "_") in FAMILIES:
-        return "ours"
     parts = [config, config.get_text_config()]
-    return "transformers" if any(getattr(each, "base_model_tp_plan", None) for each in parts) else "none"
+    if config.model_type.replace("-", "_") not in FAMILIES and any(
+        getattr(each, "base_model_tp_plan", None) for each in parts
+    ):
+        return "transformers"
+    try:
+        policy_for(model)
+    except ConfigError:
+        return "none"
+    return "ours"
 
 
 def _compare(name: str, column: str) -> tuple[list[str], bool]:

@@ -69,6 +69,8 @@ class Style(enum.Enum):
     """A parameter outside of a linear layer is cut along the rule's ``dim``; nothing is communicated."""
     ARGUMENT = "argument"
     """A module is called with tensors that have a part for each unit (head), named by the rule: it gets its own."""
+    MIXER = "mixer"
+    """A part of a layer that mixes positions by heads, whose parameters have rules of their own; see `MIXERS`."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class ModuleRule:
         num_blocks: Equal blocks of which the split dimension consists, such as 3 for fused q/k/v.
         blocks: The units of each block, where they differ: queries first, and then keys and values, which are shared
             as ``is_shared`` says. Stands for ``units`` and ``num_blocks``.
+        lengths: Lengths of the blocks of which the split dimension consists, where these differ and each has all
+            units. Stands for ``num_blocks``.
         scaled: Attributes of the module's parent that count what is split (``"num_heads"``), to be set to what is
             here.
         local_width: Whether the parent's forward takes the width of what is split from that of its first tensor, as in
@@ -98,6 +102,7 @@ class ModuleRule:
         per_group: Attributes of the module's parent, if it has them, that count the units of a group.
         shares_input: Whether the layer may read the same input as its column-parallel siblings, and share a sum.
         is_optional: Whether a model without such a module is fine.
+        yields: Whether the rules after it hold where there are fewer units than ranks.
         dim: For `Style.PARAMETER`: the dimension to cut, which may be negative.
         arguments: For `Style.ARGUMENT`: names of the tensors, whose second dimension counts units, or the first of a
             three-dimensional one with all samples' units in a row.
@@ -110,11 +115,13 @@ class ModuleRule:
     is_shared: bool = False
     num_blocks: int = 1
     blocks: tuple[str | int, ...] = ()
+    lengths: tuple[int, ...] = ()
     scaled: tuple[str, ...] = ()
     per_group: tuple[str, ...] = ()
     local_width: bool = False
     shares_input: bool = True
     is_optional: bool = False
+    yields: bool = False
     dim: int = 0
     arguments: tuple[str, ...] = ()
 

@@ -163,6 +163,28 @@ def _whisper() -> tuple[ModuleRule, ...]:
     )
 
 
+def _plan(projection: str, norms: Iterable[str], *gate_up_down: str) -> dict[str, str]:
+    """Return the plan of layers with the attention of llama, in the form of transformers."""
+    *ups, down = gate_up_down
+    return {
+        **{f"layers.*.self_attn.{name}": "colwise" for name in _QKV},
+        f"layers.*.self_attn.{projection}": "rowwise",
+        **{f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in norms},
+        **{f"layers.*.feed_forward.{name}": "colwise" for name in ups},
+        f"layers.*.feed_forward.{down}": "rowwise",
+    }
+
+
+PLANS: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("bamba", "falcon_h1"), _plan("o_proj", (), "gate_proj", "up_proj", "down_proj")),
+    "lfm2": _plan("out_proj", ("q_layernorm", "k_layernorm"), "w1", "w3", "w2"),
+    "lfm3": {
+        **_plan("o_proj", ("q_norm", "k_norm"), "w1", "w3", "w2"),
+        "layers.*.self_attn.g_proj": "colwise",  # a gate for each head
+    },
+}
+"""Plans of families that carry none, whose layers have what others have besides parts that mix positions by heads."""
+
 _HIDDEN_LAYERS = ("transformer.h", "h")
 FAMILIES: Mapping[str, Family] = {
     # The attention's output projection belongs to another module than q, k and v.

@@ -16,7 +16,8 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors, named_modules
 from booster_hybrid.policy.base import WHOLE_SEQUENCES, ExpertRule, ModuleRule, ShardingPolicy, Style, matches
-from booster_hybrid.policy.families import FAMILIES
+from booster_hybrid.policy.families import FAMILIES, PLANS
+from booster_hybrid.policy.mixers import rules_of_mixers
 from booster_hybrid.tensor_parallel.module_names import inner_model
 
 _STYLES = {
@@ -57,11 +58,13 @@ def read_plan(model: nn.Module) -> ShardingPolicy | None:
     config: Any = getattr(model, "config", None)
     if (family := _SAME_LAYERS.get(getattr(config, "model_type", ""))) is not None:
         plan = {**(plan or {}), **_plan_of_layers(model, family)}
-    if not plan or not any("layers" in pattern or "." in pattern for pattern in plan):
+    plan = {**(plan or {}), **PLANS.get(getattr(config, "model_type", ""), {})}
+    mixers = rules_of_mixers(model)
+    if not mixers and not any("layers" in pattern or "." in pattern for pattern in plan):
         return None
     has_groups = bool(getattr(config, "num_key_value_heads", None))
     parameters = NamedTensors.of(model).paths
-    rules = [*vocabulary_rules(model), *_LEFT_OUT.get(getattr(config, "model_type", ""), ())]
+    rules = [*vocabulary_rules(model), *mixers, *_LEFT_OUT.get(getattr(config, "model_type", ""), ())]
     for pattern, text in plan.items():
         if text in _NO_EFFECT:
             continue

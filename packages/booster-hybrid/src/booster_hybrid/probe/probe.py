@@ -23,6 +23,7 @@ from booster_hybrid.probe.calls import (
     MOST_POSITIONS,
     Call,
     Recording,
+    Split,
     call_of_other_length,
     calls_of_model,
     clear_number,
@@ -159,7 +160,7 @@ class _Probe:
             units += self._whole_layers(units)
         for unit in units:
             inside = len(unit.name) + 1 if unit.name else 0
-            rules = {name[inside:]: self._plan.targets[name] for name in unit.targets}
+            rules = {name[inside:]: replace(self._plan.targets[name], pattern="") for name in unit.targets}
             kinds.setdefault(structural_key(unit.module, unit.place, rules), []).append(unit)
         recordings = self._record(list(kinds.values()))
         recording = recordings[0]
@@ -210,13 +211,7 @@ class _Probe:
         outside = [name_around(self._plan, alike[0]) for alike in kinds if alike[0].place is not None]
         watched |= {name: names.outermost[name] for name in outside}
         alike = {unit.module: units[0].name for units in kinds for unit in units[1:] if unit.place is not None}
-        split: dict[int, tuple[str, list[nn.Module]]] = {}
-        for name in self._splits:
-            parameter = names.parameters.get(name)
-            owner = name.rpartition(".")[0]
-            if parameter is not None:
-                readers = split.setdefault(id(parameter), (name, []))[1]
-                readers += [names.modules[owner], *({names.outermost[owner]} - {names.modules[owner]})]
+        split = self._readers()
         model, values = self._plan.model, {}
         if any(is_repeated(parameter) for parameter in model.parameters()):  # a lazy model, without values yet
             # Torch's own linear layers and embeddings take what stands in for values; other code may not.
@@ -243,6 +238,20 @@ class _Probe:
                         return [recording]
                     return [recording, record_calls(model, copied(other[1] or other[0]), watched, alike, split)]
             return [record_calls(model, copied(batch), watched, alike, split)]
+
+    def _readers(self) -> dict[int, Split]:
+        """Return the parameters that are split, with the modules that may read them."""
+        split: dict[int, Split] = {}
+        names = self._plan.names
+        for name in self._splits:
+            parameter = names.parameters.get(name)
+            owner = name.rpartition(".")[0]
+            if parameter is not None:
+                readers = split.setdefault(id(parameter), (name, []))[1]
+                readers += [names.modules[owner], *({names.outermost[owner]} - {names.modules[owner]})]
+                if owner and name in self._plan.targets:  # as of a convolution that its parent computes
+                    readers.append(names.parent(owner))
+        return split
 
     def _check_in_place(
         self, unit: ProbeTarget, kinds: Sequence[Sequence[ProbeTarget]], recording: Recording, *, is_first: bool = True

@@ -14,136 +14,20 @@ The model's own code runs, in a copy of the part that counts fewer heads; `MIXER
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from booster_hybrid.policy.mixers import MIXERS, attribute_of, lengths_of_blocks
 from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from booster_hybrid.rank_group import RankGroup
 
 
-class Cut(NamedTuple):
-    """How a parameter is cut to a rank's heads.
-
-    Args:
-        dim: The dimension that runs over heads.
-        blocks: Attributes of the part whose products are the sizes of the blocks of which the dimension consists, each
-            with all heads; empty for one block. An integer: as many equal blocks.
-    """
-
-    dim: int = 0
-    blocks: tuple[tuple[str, ...], ...] | int = 1
-
-
-@dataclass(frozen=True)
-class HeadsOfMixer:
-    """What a class of mixers counts by heads.
-
-    Args:
-        units: Attributes that count what is left whole: heads, groups of heads. Each rank must get as many as another.
-        sizes: Further attributes to divide by the number of ranks; of the parts inside, by their dotted names.
-        cuts: The parameters that have a slice for each rank, by name.
-        first: Parameters that the first rank alone uses: what is added to the sum over ranks once.
-        whole: Parameters that all heads share.
-    """
-
-    units: tuple[str, ...]
-    sizes: tuple[str, ...]
-    cuts: Mapping[str, Cut]
-    first: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
-
-
-_ROWS, _COLUMNS = Cut(), Cut(1)
-_KEYS_AND_VALUES = Cut(0, (("key_dim",), ("key_dim",), ("value_dim",)))
-_STATES = ("n_groups", "ssm_state_size")
-_DELTA = {"conv1d.weight": _KEYS_AND_VALUES, "dt_bias": _ROWS, "A_log": _ROWS}
-_DELTA_UNITS, _DELTA_SIZES = ("num_k_heads", "num_v_heads"), ("key_dim", "value_dim", "conv_dim")
-_QWEN3_5 = HeadsOfMixer(
-    _DELTA_UNITS,
-    _DELTA_SIZES,
-    {
-        **_DELTA,
-        "in_proj_qkv.weight": _KEYS_AND_VALUES,
-        **dict.fromkeys(("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight"), _ROWS),
-        "out_proj.weight": _COLUMNS,
-    },
-    whole=("norm.weight",),
-)
-_MAMBA2_CONVOLVED = Cut(0, (("intermediate_size",), _STATES, _STATES))
-_MAMBA2_PROJECTED = Cut(0, (("intermediate_size",), ("intermediate_size",), _STATES, _STATES, ("num_heads",)))
-_MAMBA2 = HeadsOfMixer(  # the gated norm is over groups
-    ("n_groups", "num_heads"),
-    ("intermediate_size", "conv_dim"),
-    {
-        "in_proj.weight": _MAMBA2_PROJECTED,
-        "in_proj.bias": _MAMBA2_PROJECTED,
-        "conv1d.weight": _MAMBA2_CONVOLVED,
-        "conv1d.bias": _MAMBA2_CONVOLVED,
-        **dict.fromkeys(("dt_bias", "A_log", "D", "norm.weight"), _ROWS),
-        "out_proj.weight": _COLUMNS,
-    },
-    first=("out_proj.bias",),
-)
-_SHORT_CONVOLUTION = HeadsOfMixer(
-    ("conv.groups",),
-    (),
-    {
-        "in_proj.weight": Cut(0, 3),
-        "in_proj.bias": Cut(0, 3),
-        "conv.weight": _ROWS,
-        "conv.bias": _ROWS,
-        "out_proj.weight": _COLUMNS,
-    },
-    first=("out_proj.bias",),
-)
-MIXERS: dict[str, HeadsOfMixer] = {
-    "Qwen3NextGatedDeltaNet": HeadsOfMixer(
-        _DELTA_UNITS,
-        _DELTA_SIZES,
-        {
-            **_DELTA,
-            **dict.fromkeys(("in_proj_qkvz.weight", "in_proj_ba.weight"), _ROWS),  # by key heads
-            "out_proj.weight": _COLUMNS,
-        },
-        whole=("norm.weight",),
-    ),
-    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet"), _QWEN3_5),
-    "OlmoHybridGatedDeltaNet": HeadsOfMixer(
-        _DELTA_UNITS,
-        _DELTA_SIZES,
-        {
-            **_DELTA,
-            **dict.fromkeys((f"{each}_proj.weight" for each in "qkvabg"), _ROWS),
-            "o_proj.weight": _COLUMNS,
-        },
-        whole=("o_norm.weight",),
-    ),
-    "KimiLinearDeltaAttention": HeadsOfMixer(
-        ("num_heads", "forget_gate.num_heads"),
-        ("qkv_dim", "conv_dim", "forget_gate.qkv_dim"),
-        {
-            **dict.fromkeys((f"{each}_proj.weight" for each in ("q", "k", "v", "b", "g_b")), _ROWS),
-            "conv1d.weight": Cut(0, 3),
-            "forget_gate.f_b_proj.weight": _ROWS,
-            "forget_gate.dt_bias": _ROWS,
-            "forget_gate.A_log": Cut(2),
-            "o_proj.weight": _COLUMNS,
-        },
-        whole=("g_a_proj.weight", "forget_gate.f_a_proj.weight", "o_norm.weight"),
-    ),
-    **dict.fromkeys(("NemotronHMamba2Mixer", "Zamba2MambaMixer", "BambaMixer", "GraniteMoeHybridMambaLayer"), _MAMBA2),
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _SHORT_CONVOLUTION),
-}
-"""By the names of classes of transformers."""
 _CACHES = ("cache_params", "past_key_values")
 
 
@@ -170,7 +54,7 @@ class ForwardOfHeads:
         if heads is None or group.size == 1 or "forward" in vars(module):
             return None
         known = {*heads.cuts, *heads.first, *heads.whole}
-        counts = [_attribute(module, name) for name in heads.units]
+        counts = [attribute_of(module, name) for name in heads.units]
         if not {name for name, _ in module.named_parameters()} <= known or any(each % group.size for each in counts):
             return None
         forward = cls(module, group)
@@ -196,13 +80,17 @@ class ForwardOfHeads:
             name: None if value is None else self._slice(prefix + name, value)
             for name, value in module._parameters.items()  # noqa: SLF001 - a slice is no parameter of its own
         }
+        own["_buffers"] = {
+            name: None if value is None else self._slice(prefix + name, value)
+            for name, value in module._buffers.items()  # noqa: SLF001
+        }
         own["_modules"] = {
             name: None if child is None else self._of_this_rank(child, f"{prefix}{name}.")
             for name, child in module._modules.items()  # noqa: SLF001
         }
         for name in (*self._heads.units, *self._heads.sizes):
             path, _, attribute = name.rpartition(".")
-            if path == prefix.rstrip("."):
+            if path == prefix.rstrip(".") and attribute in own:
                 own[attribute] //= self._group.size
         if isinstance(here, nn.Conv1d):
             own.update({name: own[name] // self._group.size for name in ("in_channels", "out_channels")})
@@ -217,24 +105,9 @@ class ForwardOfHeads:
         cut = self._heads.cuts.get(name)
         if cut is None:
             return value
-        if isinstance(cut.blocks, int):
-            sizes = [value.shape[cut.dim] // cut.blocks] * cut.blocks
-        else:
-            sizes = [_product(self._module, names) for names in cut.blocks]
-        parts = [each.chunk(size, cut.dim)[rank] for each in torch.split(value, sizes, cut.dim)]
+        sizes = lengths_of_blocks(self._module, cut, value.shape[cut.dim])
+        parts = [each.chunk(size, cut.dim)[rank] for each in torch.split(value, [*sizes], cut.dim)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
-
-
-def _attribute(module: nn.Module, name: str) -> int:
-    path, _, attribute = name.rpartition(".")
-    return int(getattr(module.get_submodule(path), attribute))
-
-
-def _product(module: nn.Module, names: tuple[str, ...]) -> int:
-    found = 1
-    for name in names:
-        found *= _attribute(module, name)
-    return found
 
 
 def _is_watched(module: nn.Module) -> bool:

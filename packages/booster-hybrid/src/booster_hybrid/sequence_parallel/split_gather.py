@@ -253,7 +253,8 @@ class _Borders:
         across = self._attending_across(patched)
         for parent in across:
             self._leave_as_it_is(parent)
-        patched = {module: forward for module, forward in patched.items() if self._parent(module) not in across}
+        whole = {each for parent in across for each in parent.modules()}
+        patched = {module: forward for module, forward in patched.items() if module not in whole}
         siblings: dict[ColumnSiblings, None] = {}
         entries: dict[nn.Module, None] = {}
         for module, forward in patched.items():
@@ -272,7 +273,7 @@ class _Borders:
         gather = functools.partial(self.positions.gather_input, siblings=siblings)
         for entry in entries:  # before hooks that tell the module of another width, as `narrow_input` does
             self.changes.hook(entry.register_forward_pre_hook(gather, with_kwargs=True, prepend=True))
-        self._sum_alone(set(block.modules()).difference(*(parent.modules() for parent in across)))
+        self._sum_alone(set(block.modules()) - whole)
 
     def _sum_alone(self, inside: set[nn.Module]) -> None:
         """Let what would sum over ranks inside of a block leave that to its borders."""
@@ -301,7 +302,9 @@ class _Borders:
             parent = self._parent(module)
             if isinstance(forward, ColumnForward) and parent is not self._layer:
                 read.setdefault(parent, set()).add(id(forward.siblings))
-        return {parent for parent, siblings in read.items() if len(siblings) > 1}
+        found = {parent for parent, siblings in read.items() if len(siblings) > 1}
+        inside = {each for parent in found for each in parent.modules() if each is not parent}
+        return found - inside
 
     def _parent(self, module: nn.Module) -> nn.Module:
         """Return the module whose forward calls a part of the layer, not counting adapters around it."""

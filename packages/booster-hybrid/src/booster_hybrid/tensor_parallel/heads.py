@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
     from booster_hybrid.layer_plan import ModulePatches
+    from booster_hybrid.tensor_parallel.split import Split
 
 
 def narrow_input(module: nn.Module, width: int, here: int, changes: ModulePatches) -> None:
@@ -46,6 +47,36 @@ def narrow_input(module: nn.Module, width: int, here: int, changes: ModulePatche
 def read_real(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give a layer the real tensor in place of the narrow one; a hook before its forward."""
     return tuple(getattr(each, "booster_real", each) for each in args)
+
+
+class OwnHeads:
+    """The forward of a part of a layer that mixes positions, with this rank's heads.
+
+    Its buffers stay whole, as files have them, and are cut for each forward. In training some parts look for a kernel
+    that computes all of them, with the weight of their last layer, whose results would not be summed: the part itself
+    runs as if it were not training, which nothing else in it asks.
+
+    Args:
+        module: The part.
+        splits: Which part of its buffers is used here, by name.
+    """
+
+    def __init__(self, module: nn.Module, splits: Mapping[str, Split]) -> None:
+        self._module, self._splits = module, splits
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        buffers, training = module._buffers, module.training  # noqa: SLF001 - `setattr` may register them anew
+        whole = {name: buffers[name] for name in self._splits}
+        try:
+            module.training = False
+            for name, split in self._splits.items():
+                value = whole[name]
+                buffers[name] = None if value is None else split.take(value)
+            return type(module).forward(module, *args, **kwargs)
+        finally:
+            module.training = training
+            buffers.update(whole)
 
 
 def cut_arguments(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +18,12 @@ from torch.utils import _pytree as pytree
 from booster_core.errors import ConfigError
 from booster_hybrid.layer_plan import ModulePatches
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
+from booster_hybrid.policy.mixers import MIXERS, lengths_of_blocks
 from booster_hybrid.random_streams import SplitStreams
 from booster_hybrid.split_logits import SplitLogits, split_logits
 from booster_hybrid.tensor_parallel.adapters import check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
-from booster_hybrid.tensor_parallel.heads import cut_arguments, narrow_input, read_real
+from booster_hybrid.tensor_parallel.heads import OwnHeads, cut_arguments, narrow_input, read_real
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_transposed
 from booster_hybrid.tensor_parallel.module_names import ModuleNames, inner_model
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
@@ -105,9 +106,17 @@ class TensorPlan:
     def __init__(self, model: nn.Module, policy: ShardingPolicy, size: int, *, parallel_output: bool = True) -> None:
         self.model, self.policy, self.size, self.parallel_output = inner_model(model), policy, size, parallel_output
         self.names = ModuleNames(self.model)
+        self._called: dict[str, list[str]] = defaultdict(list)
+        for name in dict.fromkeys((*self.names.modules, *self.names.parameters)):
+            self._called[self.names.in_rules(name)].append(name)
         self._counts: dict[tuple[str, str], int] = {}
-        found = [(rule, name) for rule in policy.rules for name in self.matching(rule)]
-        self._check_splits_layers(found)
+        found: list[tuple[ModuleRule, str]] = []
+        yielding: list[tuple[ModuleRule, str]] = []
+        for rule in policy.rules:
+            for name in self.matching(rule):
+                yields = rule.yields and (self.count(rule.units, name) or 0) < size
+                (yielding if yields else found).append((rule, name))
+        self._check_splits_layers(found, yielding)
         check_wrappers(self.names, (name for _, name in found), size)
         self.targets: dict[str, ModuleRule] = {}
         for rule, name in found:
@@ -150,10 +159,17 @@ class TensorPlan:
             parameter.data = torch.empty(0, dtype=other, device=parameter.device)
             parameter.data = part
 
-    def _check_splits_layers(self, found: list[tuple[ModuleRule, str]]) -> None:
+    def _check_splits_layers(self, found: list[tuple[ModuleRule, str]], yielding: list[tuple[ModuleRule, str]]) -> None:
         """Refuse a policy all of whose rules for layers are optional and match nothing: it is another model's."""
         asked = {rule.style for rule in self.policy.rules} - _OF_VOCABULARY
         if asked and asked.isdisjoint(rule.style for rule, _ in found):
+            for rule, name in yielding:
+                msg = (
+                    f"The layers of {type(self.model).__name__} can't be split over {self.size} ranks: '{name}' has "
+                    f"{rule.units} (groups of) heads, of which each rank needs one. Use a smaller `tp_size`, "
+                    "`zero_stage=3`, or a `custom_policy=`."
+                )
+                raise ConfigError(msg)
             patterns = ", ".join(repr(rule.pattern) for rule in self.policy.rules[:4])
             msg = (
                 f"The policy of {type(self.model).__name__} splits none of its layers: no name matches {patterns}, "
@@ -170,15 +186,16 @@ class TensorPlan:
         Raises:
             ConfigError: If there are none, and the rule is not optional.
         """
-        names = [*self.names.modules, *self.names.parameters]
         base = getattr(self.model, "base_model_prefix", "")
         # Plans of transformers name modules as seen from the base model, or from the model with its head.
         patterns = (rule.pattern, f"{base}.{rule.pattern}") if base else (rule.pattern,)
-        targets = [
-            name
-            for name in dict.fromkeys(names)
-            if any(matches(pattern, self.names.in_rules(name)) for pattern in patterns)
-        ]
+        exact = "*" not in rule.pattern
+        called = (
+            patterns
+            if exact
+            else [each for each in self._called if any(matches(pattern, each) for pattern in patterns)]
+        )
+        targets = [name for each in called for name in self._called.get(each, ())]
         if not targets and not rule.is_optional:
             msg = (
                 f"The policy of {type(self.model).__name__} names '{rule.pattern}', which the model does not have. "
@@ -323,6 +340,8 @@ class _Installer:
             cut_arguments(module, rule.arguments, self._cuts(blocks[0]), self._group.rank, self._changes)
         elif rule.style in ROWS:
             self._apply_row(rule, name, module)
+        elif rule.style is Style.MIXER:
+            self._changes.forward(module, OwnHeads(module, self._own_buffers(rule, name, module)))
         elif rule.style is Style.VOCABULARY:
             self._apply_vocabulary(rule, name, module)
         else:
@@ -381,6 +400,19 @@ class _Installer:
         self._scale(rule, name)
         splits = self._lengths(split, rule, name) if rule.style is Style.ROW_SPLIT else None
         self._changes.forward(module, RowForward(module, self._group, splits))
+
+    def _own_buffers(self, rule: ModuleRule, name: str, module: nn.Module) -> dict[str, Split]:
+        """Return which part of its buffers a part that mixes positions by heads uses."""
+        found = {}
+        for key, buffer in module.named_buffers(recurse=False):
+            cut = MIXERS[type(module).__name__].cuts.get(key)
+            if cut is not None:  # before attributes of the module are scaled, by the rules after this one
+                lengths = lengths_of_blocks(module, cut, buffer.shape[cut.dim])
+                blocks = self._blocks(replace(rule, lengths=lengths), name, 0)
+                found[key] = split_dimension(
+                    tuple(buffer.shape), cut.dim, blocks, rank=self._group.rank, size=self._group.size
+                )
+        return found
 
     def _apply_vocabulary(self, rule: ModuleRule, name: str, module: Any) -> None:
         split = self._cut(module.weight, 0, rule, name)
@@ -442,6 +474,8 @@ class _Installer:
             numbers = [self._plan.count(units, name) or 0 for units in rule.blocks]
             return [Block(number, groups or number, is_shared=index > 0) for index, number in enumerate(numbers)]
         number = self._plan.count(rule.units, name)
+        if rule.lengths and number is not None:
+            return [Block(number, groups or number, rule.is_shared, length) for length in rule.lengths]
         if number is None:
             # Kernels of grouped products want rows of 16 bytes.
             number = length // math.gcd(length, _ALIGNMENT) if rule.style is Style.PARAMETER else length

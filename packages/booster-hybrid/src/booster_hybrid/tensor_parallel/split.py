@@ -156,11 +156,13 @@ class Block:
         num_units: Parts that must stay whole.
         num_groups: Groups that these make up.
         is_shared: Whether ranks may hold the same units.
+        length: Of how many indices it consists; ``None`` where units of all blocks are equally long.
     """
 
     num_units: int
     num_groups: int
     is_shared: bool = False
+    length: int | None = None
 
 
 def split_dimension(shape: tuple[int, ...], dim: int, blocks: Sequence[Block], *, rank: int, size: int) -> Split:
@@ -169,7 +171,7 @@ def split_dimension(shape: tuple[int, ...], dim: int, blocks: Sequence[Block], *
     Args:
         shape: Shape of the whole tensor.
         dim: The dimension to cut.
-        blocks: What the dimension consists of; units of all blocks are equally long.
+        blocks: What the dimension consists of.
         rank: The rank.
         size: Number of ranks.
 
@@ -177,13 +179,14 @@ def split_dimension(shape: tuple[int, ...], dim: int, blocks: Sequence[Block], *
         ConfigError: If there are fewer units than ranks, or the dimension is no multiple of them.
     """
     total = sum(block.num_units for block in blocks)
-    if shape[dim] % total:
+    lengths = [block.length or shape[dim] * block.num_units // total for block in blocks]
+    units = [length // block.num_units for length, block in zip(lengths, blocks, strict=True)]
+    if sum(unit * block.num_units for unit, block in zip(units, blocks, strict=True)) != shape[dim]:
         listed = " + ".join(str(block.num_units) for block in blocks)
         msg = f"Dimension {dim} of shape {shape} is no multiple of {listed} units, so the policy does not describe it."
         raise ConfigError(msg)
-    unit = shape[dim] // total
     ranges, owned, is_shared, begin = [], [], False, 0
-    for block in blocks:
+    for unit, block in zip(units, blocks, strict=True):
         cuts = cut_groups(block.num_units, block.num_groups, size, is_shared=block.is_shared)
         first, last = cuts[rank]
         ranges.append((begin + first * unit, begin + last * unit))
