@@ -38,6 +38,9 @@ UNSET = frozenset(
 )
 """Those whose results hold nothing yet."""
 
+COPIES = frozenset({"aten::_to_copy", "aten::clone"})
+"""What makes a tensor of its first argument's values, in memory that a replay may choose."""
+
 SHAPE_ONLY = frozenset(
     f"aten::{name}"
     for name in (

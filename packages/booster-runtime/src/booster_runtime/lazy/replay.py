@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from booster_runtime.lazy.log import Constant, Entry, Ref
-from booster_runtime.lazy.operations import UNSET
+from booster_runtime.lazy.operations import COPIES, UNSET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -102,7 +102,11 @@ class Replay:
             # Its arguments are made after draws that were left out, which need memory as well.
             with nullcontext() if entry.draw is None else self._playback.at(entry.draw):
                 args, kwargs = tree_map(self._real, (entry.args, entry.kwargs))
-                made = self._call(entry, args, kwargs)
+                if entry.name in COPIES:
+                    ref = entry.results[0][1]
+                    made = ref.view_of(self._memory(ref.slot)).copy_(args[0])
+                else:
+                    made = self._call(entry, args, kwargs)
             given = {leaf.data_ptr() for leaf in tree_leaves((args, kwargs)) if _has_memory(leaf)}
             tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
             for number, ref in entry.results:
