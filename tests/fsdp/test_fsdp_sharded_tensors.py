@@ -1,7 +1,5 @@
 """Sharded parameters and their gradients: numbers are those of one process, and what can't be done on shards raises."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -144,66 +142,30 @@ def rows(number, rank):
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
-def whole(run):
-    return contextlib.nullcontext() if run.booster is None else run.model.whole_parameters()
-
-
-def penalty(run):
-    return sum(parameter.square().sum() for parameter in run.model.parameters())
-
-
-def penalizes_whole_parameters(run):
-    for step in range(2):
-        loss = run.loss(step)
-        with whole(run):
-            loss = loss + run.mean(step, lambda batch, rank: (1 + rank) * penalty(run))
-        run.backward(loss)
-        run.step(max_norm=0.5)
-
-
-def side(net, x):
-    """Return what a part computes without its modules, which are units."""
-    hidden = nn.functional.linear(x, net.trunk.weight, net.trunk.bias)
-    return nn.functional.linear(hidden, net.right.weight, net.right.bias).square().mean()
-
-
-def computes_a_part(run):
-    for step in range(2):
-        with run.no_sync():
-            run.backward(run.loss(step))
-        with whole(run):
-            run.backward(run.mean(step, lambda batch, _: side(run.net, batch)))
-        run.step()
+def penalty(model):
+    return sum(parameter.square().sum() for parameter in model.parameters())
 
 
 def penalizes_shards(run):
     for step in range(2):
-        added = penalty(run)
+        added = penalty(run.model)
         run.backward(run.loss(step) + (added if run.booster is None else added.full_tensor()))
         run.step()
 
 
-@pytest.mark.parametrize("loop", [penalizes_whole_parameters, computes_a_part, penalizes_shards])
 @pytest.mark.parametrize("options", [{}, {"unit_min_numel": 1}, {"unit_min_numel": 1, "replica_size": 2}])
-def test_gradients_from_outside_of_units_equal_one_process(loop, options):
-    assert_same_loop(loop, Case(build=Sided, batch=rows), Setting(TorchFSDPPlugin, options))
+def test_gradients_from_outside_of_units_equal_one_process(options):
+    assert_same_loop(penalizes_shards, Case(build=Sided, batch=rows), Setting(TorchFSDPPlugin, options))
 
 
-def step_between():
-    model, optimizer, *_ = Booster("cpu", plugin=TorchFSDPPlugin()).boost(*seeded_pair())
+def backward_through_whole_values():
+    torch.manual_seed(0)
+    model = boosted(Sided())
     with model.whole_parameters():
-        added = sum(parameter.square().sum() for parameter in model.parameters())
-    model(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    with pytest.raises(GradientError, match="forward again"):
+        added = penalty(model)
+    with pytest.raises(GradientError, match="outside of the block"):
         added.backward()
 
 
-def seeded_pair():
-    torch.manual_seed(0)
-    model = Sided()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def test_gradients_of_whole_values_from_before_a_step_raise():
-    run_on_ranks(step_between, 2)
+def test_gradients_of_whole_values_raise():
+    run_on_ranks(backward_through_whole_values, 2)

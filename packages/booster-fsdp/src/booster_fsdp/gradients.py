@@ -37,10 +37,7 @@ from booster_runtime import collectives
 from booster_runtime.sharding import (
     AnyRankFlags,
     BufferWatch,
-    dtensor_of,
-    local_of,
     parametrized_in_forward,
-    sharded_like,
 )
 
 if TYPE_CHECKING:
@@ -141,14 +138,13 @@ class ShardedGradients:
         units: The sharded modules by name in the order of registration, beginning with the model that torch sharded.
         device: Where the model runs.
         broadcast_buffers: Broadcast buffers that forward changes.
-        writes: As for `sharded_parameter`.
+        writes: What `replace_parameters` has returned.
         refuse: Returns the error for a parameter's gradient, by name, where no optimizer would step with it; ``None``
             where there is one.
 
     Attributes:
         modules: The units.
         calls: Compares which units ranks have run.
-        writes: As for `sharded_parameter`.
         num_updates: How often the shards have got new values by a step or by loading.
         has_backward: Whether backward has run since gradients were completed.
         scaling: What the boosted optimizers share, which set it, like the context; ``None`` where there are none.
@@ -170,8 +166,7 @@ class ShardedGradients:
         refuse: Callable[[str], Exception] | None = None,
     ) -> None:
         self.modules = list(units.values())
-        self.num_updates = 0
-        self.writes = writes
+        self.num_updates, self._writes = 0, writes
         self.has_backward = False
         self.calls = UnitCalls(cast("Mapping[str, nn.Module]", units))
         self.notes: list[Callable[[], None]] = []
@@ -258,7 +253,7 @@ class ShardedGradients:
     @property
     def version(self) -> tuple[int, int]:
         """What changes with the values of the shards."""
-        return self.num_updates, self.writes[0]
+        return self.num_updates, self._writes[0]
 
     def check_age(self, made_at: tuple[int, int], gradient: Tensor) -> None:
         """Raise if backward goes through a forward of older parameters; its outputs call this.
@@ -295,30 +290,6 @@ class ShardedGradients:
         if parameters is None:
             self._unreduced.clear()
         self._used = set() if parameters is None else self._used - parameters
-
-    def add_of_whole(self, parameter: DTensor, made_at: tuple[int, int], whole: Tensor) -> None:
-        """Average over ranks the gradient that came to a parameter's whole values, and add it to that of its shards.
-
-        Args:
-            parameter: The sharded parameter.
-            made_at: `version` when its values were gathered.
-            whole: The whole values, whose gradient is taken away.
-
-        Collective: every rank of the world.
-        """
-        gradient, whole.grad = whole.grad, None
-        assert gradient is not None, "autograd calls this once it has one"
-        self.check_age(made_at, gradient)
-        if self._refuse is not None:
-            raise self._refuse(self._names[self._keys.index(id(parameter))])
-        summed = gradient.detach().to(parameter.device_mesh.device_type).contiguous()
-        collectives.all_reduce(summed).wait()
-        own = local_of(sharded_like(summed / dist.get_world_size(), parameter)).to(local_of(parameter).device)
-        if gradient_of(parameter) is None:
-            parameter.grad = dtensor_of(own, parameter)
-        else:
-            local_of(gradient_of(parameter)).add_(own)
-        self._note_used(id(parameter))
 
     def _note_used(self, key: int, *unused: Any) -> None:
         """Record that a sharded parameter has a gradient that does not come from its unit."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import ModelWrapper, through_guard
 from booster_core.ranks import NamedCall
 from booster_fsdp.parameters import refuse_hook, whole_of
@@ -120,8 +120,6 @@ class FSDPModel(ModelWrapper):
     def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
         """Have all parameters of the user's model whole on every rank for the block, as plain tensors.
 
-        Gradients that come to them, of a penalty or a part of the model that runs in the block, are those of the model.
-
         Args:
             writes: Keep what the block writes into them; every rank takes rank 0's values.
 
@@ -137,10 +135,9 @@ class FSDPModel(ModelWrapper):
         sharded = {id(parameter): parameter for _, _, parameter in held}
         with NamedCall("whole_parameters"), torch.no_grad():
             whole = {key: nn.Parameter(whole_of(each), each.requires_grad) for key, each in sharded.items()}
-        for key, each in whole.items():
-            add = functools.partial(self.gradients.add_of_whole, sharded[key], self.gradients.version)
-            each.requires_grad_().register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
-            each.requires_grad_(sharded[key].requires_grad)
+        for each in whole.values():
+            if each.requires_grad:
+                each.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         before = {key: (each._version, each.data_ptr()) for key, each in whole.items()}  # noqa: SLF001 - tells of writes
         for parameters, name, parameter in held:
             parameters[name] = whole[id(parameter)]
@@ -231,3 +228,18 @@ class FSDPModel(ModelWrapper):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(check)  # type: ignore[no-untyped-call]
         return output
+
+
+def _refuse_gradient(whole: nn.Parameter) -> NoReturn:
+    """Refuse the gradient of whole values, which are not the model's parameters.
+
+    Raises:
+        GradientError: Always.
+    """
+    del whole
+    msg = (
+        "Backward has come to whole values of `model.whole_parameters()`, which have no gradient. Compute a penalty "
+        "from `model.parameters()` outside of the block, as `sum(p.square().sum() for p in ...).full_tensor()`; run a "
+        "part of the model in a method that `TorchFSDPPlugin(forward_methods=[...])` names; or use plugin='zero'."
+    )
+    raise GradientError(msg)
