@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import tempfile
 import warnings
 from dataclasses import replace
@@ -18,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError, GradientError, MissingRanksError
 from booster_ddp import TorchDDPPlugin
-from booster_ddp._torch_private import check_names
 from booster_ddp.plugin import check_sync_batchnorm
 from booster_testing import RankError, expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, Tolerance, assert_same_tensors, tolerance_for
@@ -86,7 +84,6 @@ def test_narrow_reduce_dtype_registers_a_compression_hook():
     [
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"comm_hook": "gzip"}, "Unknown `comm_hook='gzip'`. Use one of"),
-        ({"check_reduction": True}, "no effect in torch"),
         ({"static_graph": True, "find_unused_parameters": True}, "finds unused parameters by itself"),
         ({"comm_hook_state": object()}, "without `comm_hook`"),
     ],
@@ -94,13 +91,6 @@ def test_narrow_reduce_dtype_registers_a_compression_hook():
 def test_invalid_options_raise(options, match):
     with pytest.raises(ConfigError, match=match):
         TorchDDPPlugin(**options)
-
-
-def test_a_torch_without_a_private_name_is_named():
-    with pytest.raises(
-        ImportError, match=rf"torch {re.escape(torch.__version__)}, which has no torch\.distributed\.Gone"
-    ):
-        check_names(["distributed.Reducer", "distributed.Gone"])
 
 
 def test_comm_hook_of_wrong_type_raises():

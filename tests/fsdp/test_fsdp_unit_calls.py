@@ -33,7 +33,6 @@ class Skipping(nn.Module):
 
 def train(width, by_rank, num_steps):
     torch.manual_seed(0)
-    collectives._PATIENCE_SECONDS = 0.5  # of this process
     model = Skipping(width)
     booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_if=lambda name, _: name.count(".") == 1))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -46,11 +45,11 @@ def train(width, by_rank, num_steps):
 
 @pytest.mark.parametrize(("width", "num_ranks"), [(8, 2), (16, 3)], ids=["of one size", "of other sizes"])
 def test_different_units_raise_without_mixing_values(width, num_ranks):
-    expect_on_ranks(ConfigError, "rank . runs 'layers.*, and rank . 'layers", train, num_ranks, width, True, 2)
+    expect_on_ranks(ConfigError, "rank 0 .* of 'layers.*, and rank 1 .* of 'layers", train, num_ranks, width, True, 2)
 
 
 def train_where_all_units_send_alike():
-    with mock.patch.object(collectives._OfUnit, "_mark", return_value=0):
+    with mock.patch.object(collectives._OfUnit, "_announce"):
         train(8, True, 2)
 
 
@@ -65,7 +64,6 @@ def test_a_unit_that_all_ranks_skip_trains():
 
 def train_other_parameters(names):
     torch.manual_seed(0)
-    collectives._PATIENCE_SECONDS = 0.5
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     booster = Booster("cpu", plugin=TorchFSDPPlugin())
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -83,7 +81,6 @@ def test_parameters_that_some_ranks_freeze_are_named(names):
 
 def train_after_one_forward_more():
     torch.manual_seed(0)
-    collectives._PATIENCE_SECONDS = 0.5
     booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_if=lambda name, _: name == "0"))
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -94,5 +91,5 @@ def train_after_one_forward_more():
 
 
 def test_a_gather_that_meets_a_reduction_of_the_same_unit_raises():
-    match = "rank . (gathers|reduces) '0', and rank . (gathers|reduces) it"
+    match = "rank 0 of the group (gathers|reduces) 64 elements of '0', and rank 1 .* (gathers|reduces) 64 elements"
     expect_on_ranks(ConfigError, match, train_after_one_forward_more, 2)

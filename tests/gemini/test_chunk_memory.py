@@ -162,6 +162,18 @@ def test_auto_keeps_its_budget_and_the_values(make, budget):
     assert sum(memory.bytes_by_place().values()) == 6 * BYTES
 
 
+def test_a_budget_moves_less_than_least_recently_used_on_a_loop(make):
+    memory = make(within(4 * BYTES))
+    owners = [Owner(memory, number, number) for number in range(10)]
+    for _ in range(4):
+        before = memory.store.bytes_read
+        for owner in [*owners, *reversed(owners)]:
+            owner.use()
+        memory.end_step()
+    # Forth and back over ten with room for four: each way six have to come. Least recently used would bring all.
+    assert 12 <= (memory.store.bytes_read - before) / aligned(BYTES) <= 13
+
+
 def test_what_is_read_ahead_makes_room_for_what_is_needed_now(make, monkeypatch):
     memory = make(within(2 * BYTES))
     owners = [Owner(memory, number, number) for number in range(3)]

@@ -231,7 +231,7 @@ def test_a_parameter_changed_by_hand_is_named_wherever_chunks_are(tmp_path):
 
 
 def change_lawfully(folder, options, saved):
-    """Do all that may change parameters, in debugging, and return what comes of it."""
+    """Do all that may change parameters, and return what comes of it."""
     booster, model, optimizer = boost(folder, **options)
     losses = [step(booster, model, optimizer)]
     ema = booster_runtime.ema(booster, model, 0.5)
@@ -257,5 +257,5 @@ def change_lawfully(folder, options, saved):
 @matrix(["disk-1"], options=named([{}, {"shard_param_frac": 0.0}, DISK], ["here", "whole", "disk"]), size=[1, 2])
 def test_what_may_change_parameters_is_no_false_alarm(options, size, tmp_path):
     folder = str(tmp_path) if options is DISK else None
-    watched = run_on_ranks(change_lawfully, size, folder, {**options, "debug": True}, str(tmp_path / "saved"))
+    watched = run_on_ranks(change_lawfully, size, folder, options, str(tmp_path / "saved"))
     assert watched == run_on_ranks(change_lawfully, size, None, {}, str(tmp_path / "saved"))

@@ -249,6 +249,7 @@ def use_other_layers():
     net = Widening()
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     booster.backward(model(inputs(0, 0), dist.get_rank()), optimizer)
+    optimizer.step()
 
 
 def test_ranks_that_use_other_layers_raise():

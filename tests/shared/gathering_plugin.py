@@ -37,7 +37,6 @@ class GatheringPlugin(Strategy):
         max_prefetch: The same.
         max_ahead_bytes: The same.
         release_fraction: The same.
-        debug: The same.
         leaf_class: A class of modules whose parameters are gathered as one.
         memory: A class of memories, as for `Gatherer`.
         offload: Step on the host, as `ZeroConfig` says.
@@ -57,7 +56,6 @@ class GatheringPlugin(Strategy):
         max_prefetch: int = 1,
         max_ahead_bytes: int | None = None,
         release_fraction: float = 1.0,
-        debug: bool = False,
         leaf_class: type[nn.Module] | None = None,
         memory: type[Memory] = Memory,
         offload: bool = False,
@@ -72,7 +70,6 @@ class GatheringPlugin(Strategy):
             "max_prefetch": max_prefetch,
             "max_ahead_bytes": max_ahead_bytes,
             "release_fraction": release_fraction,
-            "debug": debug,
         }
         self.leaf_class, self.memory = leaf_class, memory
         self.step_device = torch.device("cpu") if offload else None

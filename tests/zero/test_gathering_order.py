@@ -183,30 +183,6 @@ def test_a_limit_bounds_what_is_underway_beyond_the_first(most_bytes):
         assert found == (expected, expected * LAYER_BYTES)
 
 
-def stop_looking_ahead():
-    """Return how many uses waited in the steps before and after gathering ahead was stopped, and what it said."""
-    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
-    plugin = GatheringPlugin(chunk_bytes=LAYER_BYTES)
-    model, optimizer, *_ = Booster(plugin=plugin).boost(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
-    waited, said, counts = [], [], None
-    for step in range(4):
-        if step == 3:
-            said = [model.gatherer.stop_looking_ahead() for _ in range(2)]
-        optimizer.backward(model(torch.ones(2, WIDTH)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        counts = counts or Counts(model.gatherer)  # after the first step, which foresees no gather
-        waited.append(counts.take()[1])
-    return waited[2:], said
-
-
-def test_nothing_is_gathered_ahead_once_that_is_stopped():
-    # Backward needs the weights of all layers but the first, and finds that of the last.
-    for waited, said in run_on_ranks(stop_looking_ahead, 2):
-        assert waited == [0, DEPTH + DEPTH - 2]
-        assert said == [True, False], "stopping makes a difference once"
-
-
 def generate_between_steps(does_generate):
     from booster_testing.models import tiny_llama
 

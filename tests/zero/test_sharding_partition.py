@@ -2,14 +2,13 @@ import sys
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from booster_zero.engine.partition import (
     ALIGNMENT,
     assign_owners,
     default_bucket_bytes,
-    lengths_of_flat,
     plan_flat,
     plan_whole,
 )
@@ -110,13 +109,6 @@ def test_a_bucket_counts_the_elements_between_its_parameters():
 def test_slices_are_no_longer_than_needed():
     for plan in plan_flat([(0, 3 * ALIGNMENT), (1, 5)], 2, 1000):
         assert tuple(plan.bounds) == (0, 2 * ALIGNMENT, 4 * ALIGNMENT)
-
-
-@example(sizes=[(0, ALIGNMENT), (1, ALIGNMENT)], world_size=1, bucket_numel=2 * ALIGNMENT)  # fills it to the last
-@given(sizes=sizes, world_size=worlds, bucket_numel=st.integers(1, 300))
-def test_lengths_are_those_of_the_plans(sizes, world_size, bucket_numel):
-    lengths = lengths_of_flat([numel for _, numel in sizes], world_size, bucket_numel)
-    assert lengths == [plan.numel for plan in plan_flat(sizes, world_size, bucket_numel)]
 
 
 def test_a_plan_for_many_ranks_is_as_small_as_one_for_two():

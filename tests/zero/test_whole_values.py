@@ -1,4 +1,4 @@
-"""The states of a bucket's values, of its gradient and of a round, and memory for values that is used again."""
+"""The states of a bucket's values and of a round, and memory for values that is used again."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import torch
 
 from booster_zero.engine import BufferPool, WholeState
 from booster_zero.engine.states import (
-    GRADIENT_TRANSITIONS,
     ROUND_TRANSITIONS,
     TRANSITIONS,
-    GradientState,
     RoundState,
     check_transition,
 )
 
-TABLE = {**TRANSITIONS, **GRADIENT_TRANSITIONS, **ROUND_TRANSITIONS}
-STEPS = [(before, after) for states in (WholeState, GradientState, RoundState) for before in states for after in states]
+TABLE = {**TRANSITIONS, **ROUND_TRANSITIONS}
+STEPS = [(before, after) for states in (WholeState, RoundState) for before in states for after in states]
 
 
 @pytest.mark.parametrize(("before", "after"), STEPS)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 _ONLY_DIFFERENCES = "ranks are compared with each other, so that it does not matter where all of them begin"
 _FIRST_BUCKET = "the first parameter begins a bucket, which sets it"
-_SET_BELOW = "the end of the bucket is set a few lines below"
 _FROM_ZERO = "nothing starts before 0: whichever of a rank and its input is free since -1, the other is since 0"
 _AFTER_BACKWARD = "a weight's gradient follows a forward and a backward of its rank, which end later"
 _CUT = "microbatches beyond the last are left out below, and the others keep their order"
-_FINENESS = "the number of sizes tried is a setting: with one more or less, neighbours still differ by less than 2%"
 _SEED = "any seeds will do, and without dropout nothing is drawn"
 _PLENTY = "numbers of blocks stay apart by less, too"
 _ITSELF = "the largest or smallest of a number and itself is that number"
@@ -33,10 +31,6 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "loads = [(load, rank) for rank, load in enumerate(held or [0] * world_size)]",
             "0 -> -1",
         ): _ONLY_DIFFERENCES,
-        ("lengths_of_flat", "held = 0", "0 -> 1"): _FIRST_BUCKET,
-        ("lengths_of_flat", "held = 0", "0 -> -1"): _FIRST_BUCKET,
-        ("lengths_of_flat", "ends.append(0)", "0 -> 1"): _SET_BELOW,
-        ("lengths_of_flat", "ends.append(0)", "0 -> -1"): _SET_BELOW,
         (
             "_even_bounds",
             "return range(0, share * world_size + 1, share) if share else (0,) * (world_size + 1)",
@@ -119,15 +113,6 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "if start < first_whole * row:",
             "start < first_whole * row -> start <= first_whole * row",
         ): "the part of the row is empty then, and an empty part yields no box",
-    },
-    "gemini/search": {
-        ("", "_CANDIDATES = 192", "192 -> 193"): _FINENESS,
-        ("", "_CANDIDATES = 192", "192 -> 191"): _FINENESS,
-        (
-            "_fullest",
-            "return max((length for length in lengths if length <= chunk_numel), default=chunk_numel)",
-            "length <= chunk_numel -> length < chunk_numel",
-        ): "a size that a chunk fills is tried anyway; a further size is taken only if it is better",
     },
     "runtime/sums": {
         ("combine_into", "for term in terms[1:]:", "1: -> :"): _ITSELF,

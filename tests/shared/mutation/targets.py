@@ -94,12 +94,6 @@ TARGETS = {
         ("checkpoint/test_strided_boxes.py",),
         ("write_box",),
     ),
-    # the size of chunks
-    "gemini/search": Target(
-        "booster_gemini.search",
-        ("gemini/test_gemini_chunks.py",),
-        select="size or waste",
-    ),
     # norms, sums over ranks and clipping
     "core/norm": Target(
         "booster_core.gradients.norm",

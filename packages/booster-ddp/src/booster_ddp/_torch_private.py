@@ -5,15 +5,16 @@ Names are checked when the package is imported, so that a release of torch witho
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import parallel
 
+from booster_runtime.sharding import check_names
+
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -32,30 +33,7 @@ _NAMES = (
 )
 
 
-def check_names(names: Iterable[str] = _NAMES) -> None:
-    """Check that torch has the private names that this package uses.
-
-    Args:
-        names: Dotted names below ``torch``.
-
-    Raises:
-        ImportError: If it lacks one.
-    """
-    missing = []
-    for name in names:
-        try:
-            attrgetter(name)(torch)
-        except AttributeError:
-            missing.append(f"torch.{name}")
-    if missing:
-        msg = (
-            f"booster-ddp does not know torch {torch.__version__}, which has no {', '.join(missing)}. Use a version "
-            "of torch from 2.10 to 2.15, or a later release of booster-ddp."
-        )
-        raise ImportError(msg)
-
-
-check_names()
+check_names("booster-ddp", _NAMES)
 
 from torch._compile import _disable_dynamo  # noqa: E402 - after the check
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter  # noqa: E402

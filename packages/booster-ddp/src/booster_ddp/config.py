@@ -34,7 +34,6 @@ class DDPConfig:
             step, and goes on only if a parameter was unused; the same again where other parameters are trained than
             before. A model that is boosted without its optimizer is searched always. If parameters become unused only
             in later steps, pass ``True``.
-        check_reduction: Accepted by torch for old scripts, without effect; ``True`` raises.
         gradient_as_bucket_view: Make gradients views of the buckets, which saves one copy of them.
         static_graph: Declare that each step uses the same parameters in the same way.
         comm_hook: Name of a gradient compression hook (``"allreduce"``, ``"fp16_compress"``, ``"bf16_compress"`` or
@@ -53,7 +52,6 @@ class DDPConfig:
     broadcast_buffers: bool = True
     bucket_cap_mb: float | None = None
     find_unused_parameters: bool | None = None
-    check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     comm_hook: str | Callable[..., Any] | None = None
@@ -64,11 +62,6 @@ class DDPConfig:
         check_option_types(self)
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             msg = f"`bucket_cap_mb={self.bucket_cap_mb}` must be positive; it is the size of a gradient bucket in MiB."
-            raise ConfigError(msg)
-        if self.check_reduction:
-            msg = (
-                "`check_reduction=True` has no effect in torch any more: an unfinished reduction raises. Leave it out."
-            )
             raise ConfigError(msg)
         if self.static_graph and self.find_unused_parameters:
             msg = "`static_graph=True` finds unused parameters by itself. Leave out `find_unused_parameters=True`."

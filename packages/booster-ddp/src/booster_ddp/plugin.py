@@ -25,7 +25,7 @@ from booster_ddp.config import BY_DTYPE, DDPConfig
 from booster_ddp.model import DDPModel
 from booster_ddp.optimizer import DDPOptimizer
 from booster_runtime.sharding import note_reductions, refuse_composed, refuse_renormalized
-from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy, config_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,16 +41,9 @@ if TYPE_CHECKING:
 class TorchDDPPlugin(Strategy):
     """Train a full replica of the model on every rank; gradients are averaged during backward.
 
+    `DDPConfig` documents the keywords of the signature.
+
     Args:
-        broadcast_buffers: See `DDPConfig`, which documents this and the following options.
-        bucket_cap_mb: Bucket size in MiB.
-        find_unused_parameters: Search for unused parameters; ``None`` decides in the first step.
-        check_reduction: No effect in torch; ``True`` raises.
-        gradient_as_bucket_view: Make gradients views of the buckets.
-        static_graph: Declare that each step uses the same parameters in the same way.
-        comm_hook: Gradient compression hook, by name or as a function.
-        comm_hook_state: State of the hook.
-        sync_batchnorm: Use the global batch's statistics in BatchNorm layers.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
     Raises:
@@ -68,6 +61,7 @@ class TorchDDPPlugin(Strategy):
         Capability.SEVERAL_OPTIMIZERS,
     }
     renamed_arguments: ClassVar[Mapping[str, str]] = {
+        "check_reduction": "leave it out: an unfinished reduction raises",
         "fp8_communication": "pass `comm_hook=`, which compresses gradients in fp16, bf16, by PowerSGD or your own way",
     }
 
@@ -76,26 +70,15 @@ class TorchDDPPlugin(Strategy):
         broadcast_buffers: bool = True,  # noqa: FBT001, FBT002 - positional as in the tutorials
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool | None = None,  # noqa: FBT001
-        check_reduction: bool = False,  # noqa: FBT001, FBT002
-        gradient_as_bucket_view: bool = False,  # noqa: FBT001, FBT002
-        static_graph: bool = False,  # noqa: FBT001, FBT002
         *,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
         comm_hook: Any = None,
         comm_hook_state: object = None,
         sync_batchnorm: bool = False,
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
-        self.config = DDPConfig(
-            broadcast_buffers=broadcast_buffers,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            comm_hook=comm_hook,
-            comm_hook_state=comm_hook_state,
-            sync_batchnorm=sync_batchnorm,
-        )
+        self.config = config_of(DDPConfig, locals())
         self.precision = precision
 
     @classmethod

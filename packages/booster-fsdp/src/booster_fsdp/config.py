@@ -78,6 +78,12 @@ class FSDPConfig:
     forward_methods: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("unit_classes", "ignored_modules", "ignored_parameters", "forward_methods"):
+            names = getattr(self, name)
+            if isinstance(names, str):
+                msg = f"`{name}={names!r}` is one string; it is a sequence of names, such as ['{names}']."
+                raise TypeError(msg)
+            object.__setattr__(self, name, names if names is None else tuple(names))  # which is frozen
         check_option_types(self)
         if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 2:
             msg = (

@@ -126,7 +126,7 @@ class UnitCalls:
             return
         trained = trained_of(self._units)
         of_ranks: list[tuple[list[int], bytes]] = collectives.all_gather_object((calls, bytes(trained.values())))
-        check_trained(trained, range(len(of_ranks)), [flags for _, flags in of_ranks])
+        check_trained(trained, [flags for _, flags in of_ranks])
         by_call: list[tuple[int | None, ...]] = [*itertools.zip_longest(*(each for each, _ in of_ranks))]
         first = next(index for index, of_call in enumerate(by_call) if len(set(of_call)) > 1)
         told = ", ".join(f"{self._describe(each)} on rank {rank}" for rank, each in enumerate(by_call[first][:_SHOWN]))

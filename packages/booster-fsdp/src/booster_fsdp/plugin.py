@@ -37,7 +37,7 @@ from booster_fsdp.state import FSDPStateAdapter
 from booster_runtime.lazy import is_lazy, shards_from_host
 from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import agree_on_values, dtensor_shards, refuse_all_gradients, without_optimizer
-from booster_runtime.strategy import OF_PRECISION, STRATEGY_TRAINING, Strategy
+from booster_runtime.strategy import OF_PRECISION, STRATEGY_TRAINING, Strategy, config_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,23 +55,9 @@ if TYPE_CHECKING:
 class TorchFSDPPlugin(Strategy):
     """Shard parameters, gradients and optimizer state over all ranks by torch's FSDP2.
 
+    `FSDPConfig` documents the keywords of the signature.
+
     Args:
-        reshard_after_forward: See `FSDPConfig`, which documents this and the following options.
-        unit_classes: Module classes gathered as one unit.
-        unit_min_numel: Smallest size of units.
-        unit_if: Returns whether a module is a unit.
-        ignored_modules: Modules that are replicated.
-        ignored_parameters: Parameters that are replicated.
-        replica_size: Number of replicas of the sharded model.
-        shard_placement_fn: Returns the dimension on which a parameter is sharded.
-        mixed_precision: torch's policy of dtypes.
-        cpu_offload: Offload state to host memory.
-        forward_prefetch: Units prefetched in forward.
-        backward_prefetch: Units prefetched in backward.
-        max_norm: Clip gradients by this global norm in each step.
-        partition: Give the optimizer rows, or whole parameters.
-        broadcast_buffers: Broadcast buffers that forward changes after each step.
-        forward_methods: Methods other than ``forward`` that use parameters.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
     Raises:
@@ -126,33 +112,7 @@ class TorchFSDPPlugin(Strategy):
         forward_methods: Sequence[str] | None = None,
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
-        for option, names in (
-            ("unit_classes", unit_classes),
-            ("ignored_modules", ignored_modules),
-            ("ignored_parameters", ignored_parameters),
-            ("forward_methods", forward_methods),
-        ):
-            if isinstance(names, str):
-                msg = f"`{option}={names!r}` is one string; it is a sequence of names, such as ['{names}']."
-                raise TypeError(msg)
-        self.config = FSDPConfig(
-            reshard_after_forward=reshard_after_forward,
-            unit_classes=tuple(unit_classes),
-            unit_min_numel=unit_min_numel,
-            unit_if=unit_if,
-            ignored_modules=tuple(ignored_modules),
-            ignored_parameters=tuple(ignored_parameters),
-            replica_size=replica_size,
-            shard_placement_fn=shard_placement_fn,
-            mixed_precision=mixed_precision,
-            cpu_offload=cpu_offload,
-            forward_prefetch=forward_prefetch,
-            backward_prefetch=backward_prefetch,
-            max_norm=max_norm,
-            partition=partition,
-            broadcast_buffers=broadcast_buffers,
-            forward_methods=None if forward_methods is None else tuple(forward_methods),
-        )
+        self.config = config_of(FSDPConfig, locals())
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         if self.precision is not None:
             self.resolve_precision(self.precision)

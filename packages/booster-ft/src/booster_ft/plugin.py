@@ -16,7 +16,7 @@ from booster_core.state import ReplicatedStateAdapter
 from booster_ft.config import FaultToleranceConfig, require_torchft
 from booster_ft.state import GroupState
 from booster_runtime.data import compare_splits, shard_dataloader
-from booster_runtime.strategy import STRATEGY_TRAINING
+from booster_runtime.strategy import STRATEGY_TRAINING, config_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -38,17 +38,11 @@ _OF_ONE_GROUP = ("replica_id", "lighthouse", "timeout_seconds", "quorum_timeout_
 class FaultTolerantPlugin(PipelinePlugin):
     """Train in replica groups, each launched by itself, that average gradients and survive each other.
 
+    `FaultToleranceConfig` documents the other keywords of the signature.
+
     Args:
         inner: The plugin inside of each group, by name or as an object.
         inner_options: Keywords of the inner plugin, where it is given by name.
-        min_replicas: See `FaultToleranceConfig`, which documents this and the following options.
-        spares: Count exactly ``min_replicas`` groups.
-        replica_id: This group's number.
-        num_replicas: Number of groups between which data is split.
-        lighthouse: Address of the lighthouse.
-        timeout_seconds: Time limit in a step.
-        quorum_timeout_seconds: Time limit between steps.
-        sync_every: Average parameters after this many steps (LocalSGD) in place of gradients in each, for slow links.
         outer_optimizer: With ``sync_every``: makes an optimizer of the parameters that steps with the average change
             since the last synchronization (DiLoCo), such as
             ``lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)``.
@@ -83,16 +77,7 @@ class FaultTolerantPlugin(PipelinePlugin):
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
         require_torchft()
-        self.config = FaultToleranceConfig(
-            min_replicas=min_replicas,
-            spares=spares,
-            replica_id=replica_id,
-            num_replicas=num_replicas,
-            lighthouse=lighthouse,
-            timeout_seconds=timeout_seconds,
-            quorum_timeout_seconds=quorum_timeout_seconds,
-            sync_every=sync_every,
-        )
+        self.config = config_of(FaultToleranceConfig, locals())
         if outer_optimizer is not None and sync_every is None:
             msg = "`outer_optimizer` steps when groups synchronize parameters. Say how often, by `sync_every=100`."
             raise ConfigError(msg)

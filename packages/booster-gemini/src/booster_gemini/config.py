@@ -32,15 +32,14 @@ class GeminiConfig(ShardingOptions):
         pin_memory: Pin host memory, with an accelerator.
         shard_param_frac: Fraction of the parameters that is resharded after each use; the rest stays gathered until
             the next step, which takes more memory and fewer gathers. 0 is what ZeRO-2 does.
-        min_chunk_bytes: Smallest size of a chunk in bytes; of sizes up to four times as large, the first with almost no
-            padding is used. A larger parameter has a chunk of its own. If ``memory_budget_bytes`` does not hold the
-            state of three such chunks, they are smaller.
+        min_chunk_bytes: Size in bytes at which a chunk takes no further parameter; a larger one has a chunk of its own.
+            Where the largest layer has up to four times as many, chunks hold one. If ``memory_budget_bytes`` does not
+            hold the state of three such chunks, they are smaller.
         max_prefetch: Number of chunks to prefetch, at most a quarter of ``memory_budget_bytes``; 0 disables
             prefetching.
         leaf_modules: Modules whose parameters are gathered as one, because the data chooses which are used, such as a
             mixture of experts: classes, their names, or paths. A list of modules counts as a part of the module that
             runs it. Takes memory for all parameters of such a module at once.
-        debug: Compare before each gather that all ranks gather the same, as they do on CPUs.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -57,7 +56,6 @@ class GeminiConfig(ShardingOptions):
     min_chunk_bytes: int = 16 * 2**20
     max_prefetch: int = 1
     leaf_modules: Sequence[str | type[nn.Module]] = ()
-    debug: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

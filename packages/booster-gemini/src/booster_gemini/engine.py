@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from booster_core.errors import ConfigError
+from booster_core.errors import BudgetError
 from booster_zero.engine import ShardedEngine
 
 
@@ -32,9 +32,6 @@ class GeminiEngine(ShardedEngine):
     def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
         """Let ranks agree on what the first round has shown; see `ShardedEngine.agree_on_record`.
 
-        Raises:
-            ConfigError: If other ranks still use parameters.
-
         Collective: every rank of the world.
         """
         return super().agree_on_record(order, late) | self._chosen
@@ -42,18 +39,14 @@ class GeminiEngine(ShardedEngine):
     def end_step(self) -> None:
         """Raise on every rank what went wrong on any apart from the step itself, which is complete.
 
-        Where a budget does not hold what is gathered ahead of its use, nothing is gathered ahead from now on. The first
-        step does not tell how much is needed.
+        The first step does not tell how much a budget must hold.
 
         Collective: every rank of the world, where blocks move; else none.
         """
-        shortage: ConfigError | None = None
+        problem: Exception | None = self.memory.problem()
         try:
             self.memory.end_step()
-        except ConfigError as caught:
-            shortage = caught
-        problem: Exception | None = self.memory.problem()
-        if self.is_anywhere(shortage) and not self.gatherer.stop_looking_ahead() and self._has_stepped:
-            problem = problem or shortage
+        except BudgetError as shortage:
+            problem = problem or (shortage if self._has_stepped else None)
         self._has_stepped = True
         self.raise_together(problem)

@@ -3,20 +3,17 @@
 A step is a list of events about blocks that have a key and a size; a plan says which blocks leave and which come before
 each event. Nothing here knows of tensors, files or ranks.
 
-Within a budget, the block whose next use is furthest away leaves (Belady 1966, "A study of replacement algorithms for a
-virtual-storage computer"), as if everything moved at the moment of its use. Then moves are started earlier: a block
-leaves as soon as its last use before that is over, and comes as soon as there is room until its use, so that moving
-overlaps with computing.
+Within a budget, nothing leaves before its room is needed: then it is the block whose next use is furthest away (Belady
+1966, "A study of replacement algorithms for a virtual-storage computer"). Blocks come a few uses ahead of their own, so
+that moving overlaps with computing.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
 
 from booster_core.errors import BudgetError
 
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
 
     from booster_zero.engine import Key, Role
 
-_NEVER = 1 << 60
 _WINDOW = 16
 """How far ahead an event is looked for that did not come when it was expected; and how many plans are kept."""
 
@@ -59,7 +55,7 @@ class Placement:
     Args:
         away: Without a budget, the fraction of each role's bytes that is away while not in use, between 0 and 1. The
             blocks that are away are spread evenly, so that moving one overlaps with using others.
-        ahead: Without a budget, how many blocks of its role before its own use a block comes; 0 is at its use.
+        ahead: How many blocks of its role before its own use a block comes; 0 is at its use.
         budget_bytes: What blocks and other memory may take together; the blocks that are needed soonest stay.
     """
 
@@ -97,20 +93,36 @@ class Placement:
         Args:
             events: The last step; the next one is expected to be the same.
             sizes: Size of every block, in bytes.
-            here: The blocks that are where they are computed with when the step begins.
+            here: The blocks that are where they are computed with when the step begins. A budget asks neither this nor
+                the next: each block is to come before its use, if it is not there.
             below: The blocks that have values in another memory.
             fixed: Blocks that stay unless a budget moves them, such as state that is stepped on where it is.
 
         Raises:
             BudgetError: If the budget can't hold what is in use at once.
         """
+        plan = [Moves([], []) for _ in range(len(events) + 1)]
+        starts = self._starts(events)
         if self.budget_bytes is not None:
             _check_working_set(events, sizes, self.budget_bytes)
-            return _Course(events, sizes, set(here), set(below), self.budget_bytes).plan()
-        plan = [Moves([], []) for _ in range(len(events) + 1)]
-        away, starts = self.leaving(sizes) - set(fixed), self._starts(events)
-        present = set(here)
-        valued = present | set(below)
+            for start, key in ((start, events[index].key) for index, start in starts.items()):
+                plan[start].come.append(key)  # type: ignore[arg-type] # a use is of a block
+            return plan
+        self._plan_fractions(plan, starts, events, sizes, set(here), set(below), set(fixed))
+        return plan
+
+    def _plan_fractions(
+        self,
+        plan: list[Moves],
+        starts: Mapping[int, int],
+        events: Sequence[Event],
+        sizes: Mapping[Key, int],
+        present: set[Key],
+        below: set[Key],
+        fixed: set[Key],
+    ) -> None:
+        """Let blocks that are away come before their uses, and leave after them unless they would come at once."""
+        away, valued = self.leaving(sizes) - fixed, present | below
         users = dict.fromkeys(sizes, 0)
         idle_since = {key: 0 for key in present if key in away}
         for index, (key, change, _) in enumerate(events):
@@ -134,7 +146,6 @@ class Placement:
                 idle_since[key] = index + 1
         for key, since in idle_since.items():
             plan[since].leave.append(key)
-        return plan
 
     def _starts(self, events: Sequence[Event]) -> dict[int, int]:
         """Return for each use the event before which its block comes."""
@@ -167,97 +178,6 @@ def _check_working_set(events: Sequence[Event], sizes: Mapping[Key, int], budget
             f"least {most}, or choose smaller chunks."
         )
         raise BudgetError(msg, least_bytes=most, moment=moment)
-
-
-class _Course:
-    """How two steps in a row go where everything moves when it must; the second shows what the first has to prepare."""
-
-    def __init__(
-        self, events: Sequence[Event], sizes: Mapping[Key, int], present: set[Key], below: set[Key], budget: int
-    ) -> None:
-        self._sizes, self._present, self._budget = sizes, present, budget
-        self._events = [*events, *events]
-        self._valued = present | below
-        self._held = np.zeros(len(self._events), dtype=np.int64)  # at each event, at most
-        self._uses: dict[Key, list[int]] = defaultdict(list)
-        for index, (key, change, _) in enumerate(self._events):
-            if key is not None and change > 0:
-                self._uses[key].append(index)
-        self._users = dict.fromkeys(sizes, 0)
-        self._idle_since = dict.fromkeys(present, 0)
-        self._gone_since: dict[Key, int] = {}
-        self._now = sum(sizes[key] for key in present)
-        # Who moves for the sake of which event, and could from which on.
-        self._evictions: list[tuple[Key, int, int]] = []
-        self._loads: list[tuple[Key, int, int]] = []
-
-    def plan(self) -> list[Moves]:
-        """Return the moves of the first step, each as early as it can be."""
-        for index, event in enumerate(self._events):
-            self._run(index, event)
-        plan = [Moves([], []) for _ in range(len(self._events) + 1)]
-        for key, at, since in self._evictions:
-            self._held[since:at] -= self._sizes[key]
-            plan[since].leave.append(key)
-        for key, at, since in self._loads:
-            size = self._sizes[key]
-            tight = np.nonzero(self._held[since:at] + size > self._budget)[0]
-            start = since + int(tight[-1]) + 1 if len(tight) else since
-            self._held[start:at] += size
-            plan[start].come.append(key)
-        # What the second step's beginning asks for at once is the next plan's business.
-        return [*plan[: len(self._events) // 2], Moves([], [])]
-
-    def _run(self, index: int, event: Event) -> None:
-        key, change, _ = event
-        if key is None:
-            self._make_room(index, change)
-            self._now += change
-        elif change > 0:
-            self._use(index, key)
-        most = self._now
-        if key is not None and change < 0:
-            self._users[key] -= 1
-            self._idle_since[key] = index + 1
-        elif key is not None and change == 0:
-            self._valued.discard(key)
-            if key in self._present:
-                self._remove(key)
-        self._make_room(index, 0)
-        self._held[index] = max(most, self._now)
-
-    def _use(self, index: int, key: Key) -> None:
-        self._users[key] += 1
-        if key in self._present:
-            return
-        self._make_room(index, self._sizes[key])
-        if key in self._valued:
-            self._loads.append((key, index, self._gone_since.get(key, 0)))
-        self._present.add(key)
-        self._valued.add(key)
-        self._now += self._sizes[key]
-
-    def _remove(self, key: Key) -> None:
-        self._present.discard(key)
-        self._now -= self._sizes[key]
-
-    def _make_room(self, index: int, needed: int) -> None:
-        if self._now + needed <= self._budget:
-            return
-        idle = [key for key in self._present if not self._users[key]]
-        # The order of a set is nobody's: size and name decide among equals.
-        idle.sort(key=lambda key: (self._next_use(key, index), self._sizes[key], str(key)), reverse=True)
-        for key in idle:
-            if self._now + needed <= self._budget:
-                return
-            self._remove(key)
-            self._gone_since[key] = self._idle_since[key]
-            self._evictions.append((key, index, self._idle_since[key]))
-
-    def _next_use(self, key: Key, index: int) -> int:
-        later = self._uses[key]
-        position = bisect_right(later, index)
-        return later[position] if position < len(later) else _NEVER
 
 
 class Schedule:

@@ -11,16 +11,16 @@ from booster_gemini.config import GeminiConfig
 from booster_gemini.engine import GeminiEngine
 from booster_gemini.leaves import find_leaves
 from booster_gemini.memory.make import make_memory, max_ahead_bytes, most_chunk_numel
-from booster_gemini.search import search_chunk_numel
 from booster_runtime.sharding import (
     RanksOfWorld,
     check_distinct_memory,
+    layers_of,
     note_reductions,
     raised_on_all,
     refuse_all_gradients,
     refuse_renormalized,
 )
-from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy
+from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy, config_of
 from booster_zero import ShardedModel, ShardedOptimizer, ShardedStateAdapter, fill_model
 from booster_zero.engine import Gatherer, ListedParameters, engine_of, holder_of, keeping_shards, set_gradient
 from booster_zero.gathering import check_modules
@@ -45,6 +45,8 @@ _REMEDY = (
     "`GeminiPlugin(leaf_modules=[...])`."
 )
 
+_MOST_TIMES = 4
+"""How many times the smallest chunk one may be that holds a layer."""
 _OF_LAYERS = "use `HybridParallelPlugin` to split layers and sequences; the model chooses its attention and kernels"
 
 
@@ -81,7 +83,7 @@ class GeminiPlugin(Strategy):
         ),
         **dict.fromkeys(
             ("chunk_config_dict", "search_range_m", "hidden_dim", "min_chunk_size_m"),
-            "pass `min_chunk_bytes=`, the smallest size of the search",
+            "pass `min_chunk_bytes=`, at which a chunk takes no further parameter",
         ),
         **dict.fromkeys(
             ("chunk_init_device", "memstats", "strict_ddp_mode"),
@@ -114,31 +116,10 @@ class GeminiPlugin(Strategy):
         replica_size: int = 1,
         partition: str = "auto",
         unused: str = "zero",
-        debug: bool = False,
         broadcast_buffers: bool = True,
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
-        self.config = GeminiConfig(
-            placement_policy=placement_policy,
-            offload_param_frac=offload_param_frac,
-            offload_optim_frac=offload_optim_frac,
-            memory_budget_bytes=memory_budget_bytes,
-            offload_dir=offload_dir,
-            pin_memory=pin_memory,
-            shard_param_frac=shard_param_frac,
-            min_chunk_bytes=min_chunk_bytes,
-            max_prefetch=max_prefetch,
-            leaf_modules=leaf_modules,
-            max_norm=max_norm,
-            overlap_communication=overlap_communication,
-            communication_dtype=communication_dtype,
-            master_weights=master_weights,
-            replica_size=replica_size,
-            partition=partition,
-            unused=unused,
-            debug=debug,
-            broadcast_buffers=broadcast_buffers,
-        )
+        self.config = config_of(GeminiConfig, locals())
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         self._ranks = RanksOfWorld(replica_size)
 
@@ -201,7 +182,6 @@ class GeminiPlugin(Strategy):
             release_fraction=self.config.shard_param_frac,
             lazy=lazy,
             remedy=_REMEDY,
-            debug=self.config.debug,
         )
         engine, optimizers = None, []
         if given:
@@ -278,9 +258,11 @@ class GeminiPlugin(Strategy):
         return {**self.describe(), "offload_dir": self.config.offload_dir is not None}
 
     def _chunk_bytes(self, model: nn.Module, ranks: ShardingRanks, format_of: Callable[[nn.Parameter], Format]) -> int:
-        formats = {id(parameter): format_of(parameter) for parameter in model.parameters()}
-        itemsize = min((format_.wire.itemsize for format_ in formats.values()), default=4)
-        numels = [parameter.numel() for parameter in model.parameters()]
-        least = max(self.config.min_chunk_bytes // itemsize, 1)
-        most = most_chunk_numel(self.config, formats.values(), ranks.shard_size)
-        return itemsize * search_chunk_numel(numels, ranks.shard_size, least, most)
+        formats = {format_of(parameter) for parameter in model.parameters()}
+        itemsize = min((format_.wire.itemsize for format_ in formats), default=4)
+        most = most_chunk_numel(self.config, formats, ranks.shard_size)
+        least = self.config.min_chunk_bytes
+        layers = (sum(each.numel() for each in layer.parameters()) for layer in layers_of(model).values())
+        largest = itemsize * max(layers, default=0)
+        size = largest if least < largest <= _MOST_TIMES * least else least
+        return size if most is None else min(size, itemsize * most)

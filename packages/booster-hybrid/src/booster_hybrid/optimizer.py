@@ -221,7 +221,8 @@ class HybridOptimizer(ShardedOptimizer):
         **kwargs: As for `ShardedOptimizer`.
 
     Attributes:
-        reduces_each: Whether gradients are reduced after each backward rather than once: they are kept in shards alone.
+        reduces_each: Whether gradients are reduced after each backward rather than once: they are kept in shards alone,
+            or this rank's shard is the whole.
     """
 
     engine: HybridEngine
@@ -230,7 +231,7 @@ class HybridOptimizer(ShardedOptimizer):
         self, engine: HybridEngine, *args: Any, outside_reads: DirectWeightUses | None = None, **kwargs: Any
     ) -> None:
         self._outside_reads = outside_reads
-        self.reduces_each = engine.config.stage >= _IN_SHARDS
+        self.reduces_each = engine.config.stage >= _IN_SHARDS or engine.ranks.shard_size == 1
         self._matrices: GatheredMatrices | None = None
         super().__init__(engine, *args, **kwargs)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, Plugin
 from booster_runtime.data.shard import compare_splits, shard_dataloader
@@ -21,7 +22,7 @@ from booster_runtime.save_pretrained import take_over
 from booster_runtime.sharding.reductions import describe_reductions
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Mapping, Sequence
     from pathlib import Path
 
     from peft import LoraConfig, PeftModel
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, ModelWrapper
     from booster_runtime.lazy.recording import Recording
 
-__all__ = ["OF_LOSS_SCALE", "OF_MODEL", "OF_PRECISION", "STRATEGY_TRAINING", "Strategy"]
+__all__ = ["OF_LOSS_SCALE", "OF_MODEL", "OF_PRECISION", "STRATEGY_TRAINING", "Strategy", "config_of"]
 
 STRATEGY_TRAINING = SYNCHRONOUS_TRAINING | {Capability.LAZY_INIT, Capability.LORA}
 """What strategies can do that train as one process does, on every device and in every precision."""
@@ -60,6 +61,20 @@ OF_MODEL = dict.fromkeys(
     "leave it out: the model chooses its attention and kernels, as by `attn_implementation=` of transformers",
 )
 """The same for what is the model's to choose."""
+
+
+_Config = TypeVar("_Config")
+
+
+def config_of(config: type[_Config], given: Mapping[str, Any]) -> _Config:
+    """Return a plugin's options, checked.
+
+    Args:
+        config: The dataclass of the options.
+        given: The values of its fields, and whatever else: what ``locals()`` is at the start of the plugin's signature.
+    """
+    kind: Any = config
+    return cast("_Config", kind(**{field.name: given[field.name] for field in fields(kind)}))
 
 
 class Strategy(Plugin):

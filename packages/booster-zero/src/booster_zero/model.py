@@ -56,7 +56,7 @@ class ShardedModel(ModelWrapper):
         self._on_use = gatherer if gatherer is not None and gatherer.gathers_on_use else None
         self._parameter_hooks: ParameterHooks | None = None
         if self._on_use is not None:
-            generate_together(self, self._on_use.begin_generate)
+            generate_together(self)
 
     @property
     def lays_out(self) -> bool:
@@ -186,6 +186,8 @@ class ShardedModel(ModelWrapper):
         """
         with self.gathered(writes=writes):
             yield
+            if self._on_use is not None and not writes:
+                self._on_use.find_writes()
         if self._on_use is not None and not writes:
             self._on_use.tell_changes()
 

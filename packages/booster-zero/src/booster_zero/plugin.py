@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
@@ -14,11 +13,9 @@ from booster_core.plugin import (
     Capability,
     GradientScaling,
     like,
-    unscaled_gradient,
     unwrap_model,
 )
 from booster_core.precision import PrecisionPolicy
-from booster_runtime import collectives
 from booster_runtime.sharding import (
     RanksOfWorld,
     check_distinct_memory,
@@ -26,7 +23,7 @@ from booster_runtime.sharding import (
     refuse_all_gradients,
     refuse_renormalized,
 )
-from booster_runtime.strategy import OF_LOSS_SCALE, OF_PRECISION, STRATEGY_TRAINING, Strategy
+from booster_runtime.strategy import OF_LOSS_SCALE, OF_PRECISION, STRATEGY_TRAINING, Strategy, config_of
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.engine import ShardedEngine, engine_of
 from booster_zero.engine.gatherer import Gatherer
@@ -107,21 +104,7 @@ class LowLevelZeroPlugin(Strategy):
                 "plugin='gemini', 'fsdp', or 'hybrid' with `zero_stage=3`."
             )
             raise ConfigError(msg)
-        self.config = ZeroConfig(
-            stage=stage,
-            max_norm=max_norm,
-            bucket_bytes=bucket_bytes,
-            overlap_communication=overlap_communication,
-            communication_dtype=communication_dtype,
-            overlap_allgather=overlap_allgather,
-            cpu_offload=cpu_offload,
-            offload=offload,
-            master_weights=master_weights,
-            replica_size=replica_size,
-            partition=partition,
-            unused=unused,
-            broadcast_buffers=broadcast_buffers,
-        )
+        self.config = config_of(ZeroConfig, locals())
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         self._ranks = RanksOfWorld(replica_size)
 
@@ -228,9 +211,7 @@ class LowLevelZeroPlugin(Strategy):
                 for number in range(len(given))
             ]
             buckets = engine.layout.buckets
-            is_rounded = any(bucket.averages_at_once for bucket in buckets)
-            sent = {bucket.format.wire for bucket in buckets}
-            note_reductions(model, sent, context.device, is_rounded=is_rounded)
+            note_reductions(model, {bucket.format.wire for bucket in buckets}, context.device)
         else:
             refuse_all_gradients(model)
         for parameter in model.parameters():  # those that are not reduced
@@ -248,20 +229,15 @@ class LowLevelZeroPlugin(Strategy):
         From stage 2 on each is reduced into its shard, and the last backward averages over the replicas of shards.
         """
         optimizer = model.boosted_optimizer
-        return keeping_gradients(optimizer) if self.config.stage == 1 else keeping_shards(optimizer)
+        # One rank's shard is the whole, which takes gradients as they are.
+        is_split = isinstance(optimizer, ShardedOptimizer) and optimizer.engine.ranks.shard_size > 1
+        return keeping_gradients(optimizer) if self.config.stage == 1 and is_split else keeping_shards(optimizer)
 
     def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
         parameter = unwrap_model(model).get_parameter(name)
         holder = holder_of(model.boosted_optimizers, parameter)
-        if holder is not None:
-            return holder.full_gradient(parameter)
-        own = unscaled_gradient(parameter, model.boosted_optimizers)
-        if not any(collectives.all_gather_object(own is not None)):
-            return None
-        whole = torch.zeros_like(parameter) if own is None else own.contiguous()
-        collectives.all_reduce(whole).wait()
-        return whole / dist.get_world_size()
+        return None if holder is None else holder.full_gradient(parameter)
 
     def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
         """Replace a parameter's gradient in the shards, which `full_gradient` has returned just before.

@@ -8,7 +8,9 @@ NAMES = (
     "Tensor._make_wrapper_subclass",
     "Tensor._version",
     "_C._DisableFuncTorch",
+    "_C._InferenceMode",
     "_C._current_graph_task_id",
+    "_C._set_grad_enabled",
     "_C._storage_Use_Count",
     "_compile._disable_dynamo",
     "_conj",
@@ -16,7 +18,6 @@ NAMES = (
     "_foreach_zero_",
     "_neg_view",
     "autograd.Variable._execution_engine.queue_callback",
-    "utils._python_dispatch._disable_current_modes",
     "utils._pytree",
 )
 

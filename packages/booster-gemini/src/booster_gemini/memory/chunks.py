@@ -386,10 +386,27 @@ class ChunkMemory(Memory):
             if block is not None and block.state is State.LEAVING and not block.users:
                 return  # once it is written, it is kept or read back
             if block is not None and block.state is State.AWAY and not block.users:
+                self._give_way(block)
                 if not self.top.has(block.num_bytes):
                     return
                 self._bring(block)
             self._wanted.popleft()
+
+    def _give_way(self, wanted: Block) -> None:
+        """Send blocks away that are needed later than one that is wanted, as far as it needs room; wait for none."""
+        missing = wanted.num_bytes - sum(block.num_bytes for block in self._moving if block.state is State.LEAVING)
+        if self.top.has(missing):
+            return
+        next_use = self._schedule.next_use
+        later = {
+            each: next_use(each.owner.key) for each in self._blocks.values() if each.ring is self.top and each.is_idle
+        }
+        for block in sorted(later, key=lambda block: -later[block]):
+            if self.top.has(missing) or later[block] <= next_use(wanted.owner.key):
+                return
+            self._leave(block)
+            if block.state is State.LEAVING:
+                missing -= block.num_bytes
 
     def _bring(self, block: Block) -> None:
         """Give a block a buffer, and start filling it if it has values."""

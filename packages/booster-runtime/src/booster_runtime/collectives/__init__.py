@@ -54,7 +54,6 @@ def reduce_scatter(
     scale: float = 1.0,
     accumulate: bool = False,
     scratch: Tensor | None = None,
-    mark: int = 0,
 ) -> Pending:
     """Start summing a flat buffer over ranks; each rank receives its slice of the sum.
 
@@ -73,30 +72,26 @@ def reduce_scatter(
         accumulate: Add to ``out`` instead of replacing it.
         scratch: On the CPU, 1-D memory of the source's dtype to receive into; leave it alone until ``wait`` has
             returned. Fresh memory costs as much as a copy. What does not fit is allocated.
-        mark: On the CPU, what ranks send is only received by those that give the same one, from 0 to 65,535.
 
     Returns:
         The pending operation. Wait for it before you read ``out`` or write ``source``.
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return _transport(group).reduce_scatter(
-        source, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch, mark=mark
-    )
+    return _transport(group).reduce_scatter(source, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch)
 
 
-def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None = None, *, mark: int = 0) -> Pending:
+def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None = None) -> Pending:
     """Start filling a flat buffer with every rank's slice, in place.
 
     Args:
         buffer: Shape ``(bounds[-1],)``, contiguous, any dtype; holds this rank's slice.
         bounds: Start and end of each slice, one entry more than ranks.
         group: The ranks that take part; ``None`` for all.
-        mark: As of `reduce_scatter`.
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return _transport(group).all_gather(buffer, bounds, mark=mark)
+    return _transport(group).all_gather(buffer, bounds)
 
 
 def all_to_all(

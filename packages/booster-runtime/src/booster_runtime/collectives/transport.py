@@ -73,7 +73,6 @@ class Transport:
         scale: float,
         accumulate: bool,
         scratch: Tensor | None,
-        mark: int,
     ) -> Pending:
         """See `booster_runtime.collectives.reduce_scatter`."""
         if isinstance(source, torch.Tensor):
@@ -82,7 +81,7 @@ class Transport:
             source = [(0, source)]
         matrices = [(offset, part) for offset, part in source if part.dim() == 2 and self.size > 1]
         parts = [(offset, part.view(-1)) for offset, part in source if part.dim() < 2 or self.size == 1]
-        works, sums = self._send_parts(parts, bounds, out, scratch, accumulate=accumulate, mark=mark)
+        works, sums = self._send_parts(parts, bounds, out, scratch, accumulate=accumulate)
         exchanges = []
         for offset, matrix in matrices:
             exchange, target = self._send_rows(offset, matrix, bounds, out)
@@ -106,7 +105,6 @@ class Transport:
         scratch: Tensor | None,
         *,
         accumulate: bool,
-        mark: int,
     ) -> tuple[list[Any], list[tuple[Tensor, list[Tensor]]]]:
         """Start sending slices of flat parts; return what to wait for, and what is to be summed then, and into what."""
         rank, low = self._rank, bounds[self._rank]
@@ -114,15 +112,15 @@ class Transport:
         num_in_place = 0 if accumulate else in_place_terms(self.size, parts[0][1].dtype if parts else None, out.dtype)
         received = _rooms(own, self.size - 1 - num_in_place, scratch)
         works: list[Any] = []
-        tag = _marked(_REDUCE_TAG, mark)
         sums: list[tuple[Tensor, list[Tensor]]] = []
         for room, (offset, part) in zip(received, own, strict=True):
             target = out[offset - low : offset - low + part.numel()]
             sums.append((target, self._in_rank_order(part, [*[target] * num_in_place, *room])))
         for sender, receiver in self._neighbours():
-            works += [self._receive(terms[sender], sender, tag) for _, terms in sums]
+            works += [self._receive(terms[sender], sender, _REDUCE_TAG) for _, terms in sums]
             works += [
-                self._send(part, receiver, tag) for _, part in overlaps(parts, bounds[receiver], bounds[receiver + 1])
+                self._send(part, receiver, _REDUCE_TAG)
+                for _, part in overlaps(parts, bounds[receiver], bounds[receiver + 1])
             ]
         return works, sums
 
@@ -133,11 +131,11 @@ class Transport:
         start = offset + ends[self._rank] - bounds[self._rank]
         return exchange, out[max(start, 0) :][: ends[self._rank + 1] - ends[self._rank]]
 
-    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, mark: int = 0) -> Pending:
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_gather`."""
         if self.is_by_torch(buffer):
             return all_gather_by_torch(buffer, bounds, self._group)
-        return Pending(self._spread(buffer, bounds, _marked(_GATHER_TAG, mark)), keep=buffer)
+        return Pending(self._spread(buffer, bounds, _GATHER_TAG), keep=buffer)
 
     def all_to_all(self, source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_to_all`."""
@@ -280,10 +278,6 @@ def _rooms(own: Sequence[tuple[int, Tensor]], senders: int, scratch: Tensor | No
         else:
             rooms.append(part.new_empty((senders, part.numel())))
     return rooms
-
-
-def _marked(tag: int, mark: int) -> int:
-    return tag + (mark << 14)
 
 
 def _scale(tensor: Tensor, factor: float) -> None:

@@ -41,7 +41,6 @@ class WatchedTransport(Transport):
         scale: float,
         accumulate: bool,
         scratch: Tensor | None,
-        mark: int,
     ) -> Pending:
         """See `booster_runtime.collectives.reduce_scatter`."""
         parts = [(0, source)] if isinstance(source, torch.Tensor) else source
@@ -56,17 +55,17 @@ class WatchedTransport(Transport):
             payload_bytes,
             payload_bytes - own_bytes,
             lambda: self._inner.reduce_scatter(
-                source, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch, mark=mark
+                source, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch
             ),
         )
 
-    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, mark: int = 0) -> Pending:
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_gather`."""
         return self._start(
             "all_gather",
             buffer.nbytes,
             buffer.nbytes - self._own_bytes(bounds, buffer),
-            lambda: self._inner.all_gather(buffer, bounds, mark=mark),
+            lambda: self._inner.all_gather(buffer, bounds),
         )
 
     def all_to_all(self, source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]) -> Pending:

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from booster_core.ranks import NamedCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
     from booster_core.plugin import ModelWrapper
@@ -28,7 +26,7 @@ def generating_model(model: nn.Module) -> Any:
     return next((module for module in model.modules() if isinstance(module, kind)), None)
 
 
-def generate_together(model: ModelWrapper, announce: Callable[[], None] | None = None) -> None:
+def generate_together(model: ModelWrapper) -> None:
     """Let ``generate`` of a boosted model of transformers go on until every rank's texts are complete.
 
     transformers does so by itself for DeepSpeed's ZeRO-3 and for FSDP: it is its option ``synced_gpus``. Ranks whose
@@ -37,31 +35,25 @@ def generate_together(model: ModelWrapper, announce: Callable[[], None] | None =
 
     Args:
         model: The boosted model, whose ranks gather parameters from each other.
-        announce: Called before each loop, which begins with a collective of transformers' own: it raises where other
-            ranks do something else.
     """
     inner = generating_model(model.unwrap())
     if inner is not None:
         for each in {id(each): each for each in (model.unwrap(), inner)}.values():
             if callable(getattr(each, "generate", None)):
-                each.generate = _Together(each, announce)
+                each.generate = _Together(each)
 
 
 class _Together:
     """The method ``generate`` of a model, on all ranks; copies of the model have their own again."""
 
-    def __init__(self, model: nn.Module, announce: Callable[[], None] | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)  # which has this
-        self._announce = None if announce is None else weakref.WeakMethod(announce)  # of a run that may end before
         # What torch's FSDP has put in place of the class's gathers what no unit holds.
         self.__wrapped__ = getattr(model.generate, "__func__", type(model).generate)  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("synced_gpus", dist.get_world_size() > 1)
         with NamedCall("generate"):
-            announce = None if self._announce is None else self._announce()
-            if announce is not None:
-                announce()
             return self.__wrapped__(self._model(), *args, **kwargs)
 
     def __reduce__(self) -> Any:

@@ -13,7 +13,7 @@ from booster_zero.engine.listed import ListedParameters
 from booster_zero.engine.memory import FlatBuffer, Key, Memory, Role
 from booster_zero.engine.optimizer import ShardedOptimizer
 from booster_zero.engine.options import ShardingOptions
-from booster_zero.engine.partition import assign_owners, default_bucket_bytes, lengths_of_flat, plan_flat
+from booster_zero.engine.partition import assign_owners, default_bucket_bytes, plan_flat
 from booster_zero.engine.parts import only
 from booster_zero.engine.state import ShardedStateAdapter
 from booster_zero.engine.states import Keep, WholeState
@@ -42,7 +42,6 @@ __all__ = [
     "is_free",
     "keeping_gradients",
     "keeping_shards",
-    "lengths_of_flat",
     "only",
     "plan_flat",
     "set_gradient",

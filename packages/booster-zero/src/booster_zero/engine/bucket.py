@@ -6,10 +6,10 @@ A bucket is laid out flat; each rank owns a slice of it. Two ranks, three parame
     rank 0    |<--------- slice of rank 0 --->|                       pieces: a, start of b
     rank 1                                    |<--- of rank 1 ------>|     pieces: rest of b, c
 
-Its values go through the states of `WholeState`, its gradient through those of `GradientState`. `Keep` says how long a
-rank has the whole values. Where they are gathered, parameters are views of them, so that a gather of slices arrives in
-the parameters. Elsewhere parameters are absent: see `booster_runtime.memory.absent`. Whole values live as long as
-anything refers to them, so a bucket may be released at any time: what still reads it keeps its own view.
+Its values go through the states of `WholeState`; `Keep` says how long a rank has the whole values. Where they are
+gathered, parameters are views of them, so that a gather of slices arrives in the parameters. Elsewhere parameters are
+absent: see `booster_runtime.memory.absent`. Whole values live as long as anything refers to them, so a bucket may be
+released at any time: what still reads it keeps its own view.
 
 The slice is in up to three flat buffers, which a `Memory` may move: working values, the gradient, and what the
 optimizer updates where that is a copy (fp32 masters, or values on the host), with its elementwise state. The gradient
@@ -36,7 +36,7 @@ from booster_runtime.memory import AbsentTensors
 from booster_zero.engine.formats import cut_pieces, is_elementwise
 from booster_zero.engine.gradient_packer import GradientPacker
 from booster_zero.engine.memory import FlatBuffer, Role
-from booster_zero.engine.states import GradientState, Keep, WholeState, check_transition
+from booster_zero.engine.states import Keep, WholeState, check_transition
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
@@ -90,7 +90,7 @@ class Bucket:
         keep: How long this rank has the whole values.
         whole: Those values; ``None`` where they are not here.
         state: What is here of them.
-        gradient_state: What is here of this rank's part of the gradient.
+        has_gradient: Whether there is a gradient of any of the parameters; its memory is kept where there is none.
         pins: How many users there are that need the whole values to stay.
         has_masters: Whether the optimizer updates a copy in another format.
         has_copy: Whether it updates a copy, in another format or on another device than forward's.
@@ -120,7 +120,8 @@ class Bucket:
         self.memory = memory
         self.keep = Keep.ALWAYS if pool is None else Keep.IN_USE
         self.state = WholeState.GATHERED if pool is None else WholeState.SHARDED
-        self.gradient_state = GradientState.NONE
+        self.has_gradient = False
+        self._is_summed = False  # since the replicas have averaged
         self.pins = 0
         self.num_parts = 1
         self.has_masters = format.working != format.master
@@ -128,7 +129,6 @@ class Bucket:
         self._user = _nobody if user is None else weakref.ref(user)
         self._arriving: Pending | None = None  # the whole values
         self._shown: list[Tensor] | None = None  # what parameters are shown, as long as the whole values stay
-        self._added: set[int] = set()
         self._sums: Tensor | None = None  # of the slice as it came from the host
         self._offsets: list[int | None] | None = None  # of the parameters that take memory, in bytes
         self._used: Mapping[int, bool] = {}
@@ -216,13 +216,13 @@ class Bucket:
             changes: Whether the code writes to them.
         """
         present = [role for role in roles or Role if role in self._uses]
-        for pending in [self._fetch(role) for role in present]:
+        for pending in [self._start_use(role) for role in present]:
             pending.wait()
         try:
             yield
         finally:
             for role in present:
-                self._release(role, changed=changes)
+                self._end_use(role, changed=changes)
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Yield what this rank keeps of the bucket between steps, as far as it has values where they are used."""
@@ -244,9 +244,11 @@ class Bucket:
         self._gradient = None
 
     def _buffer(self, role: Role) -> FlatBuffer | None:
-        return {Role.PARAM: self._own, Role.GRAD: self._gradient, Role.OPTIM: self._optim}[role]
+        if role is Role.PARAM:
+            return self._own
+        return self._gradient if role is Role.GRAD else self._optim
 
-    def _fetch(self, role: Role) -> Pending:
+    def _start_use(self, role: Role) -> Pending:
         buffer = self._buffer(role)
         if buffer is None:
             return Pending()
@@ -256,9 +258,15 @@ class Bucket:
             return Pending()
         return self.memory.fetch(buffer)
 
-    def _release(self, role: Role, *, changed: bool) -> None:
-        buffer = self._buffer(role)
-        if buffer is not None and role in self._uses:
+    def _use(self, role: Role) -> None:
+        """Begin a use of a buffer, and wait until it is there."""
+        if self.memory.moves:
+            self._start_use(role).wait()
+        elif (buffer := self._buffer(role)) is not None:
+            buffer.arrive()
+
+    def _end_use(self, role: Role, *, changed: bool) -> None:
+        if role in self._uses and (buffer := self._buffer(role)) is not None:
             self._uses[role] -= 1
             self.memory.release(buffer, changed=changed)
 
@@ -270,7 +278,7 @@ class Bucket:
         self._uses[role] = 0
         self.memory.add(buffer)
         for _ in range(uses):
-            self._fetch(role).wait()
+            self._use(role)
 
     def _drop(self, buffer: FlatBuffer) -> int:
         """Take a buffer from the memory, and return how many uses of it were going on."""
@@ -377,14 +385,14 @@ class Bucket:
         refuse_capture("gather of parameters")
         self._become(WholeState.ARRIVING)
         bounds, rank = self.plan.bounds, self.ranks.shard_rank
-        self._fetch(Role.PARAM).wait()
+        self._use(Role.PARAM)
         if self.ranks.shard_size == 1:
             self.whole = self.own
             return
         self.memory.reserve(self.whole_bytes)
         self.whole = self._pool.take(self.plan.numel, self.format.working, self.format.device)
         self.whole[bounds[rank] : bounds[rank + 1]].copy_(self.own)
-        self._release(Role.PARAM, changed=False)
+        self._end_use(Role.PARAM, changed=False)
         self._arriving = collectives.all_gather(self.whole, bounds, self.ranks.gathering)
 
     def finish_gather(self) -> None:
@@ -463,7 +471,7 @@ class Bucket:
         if whole is None:  # its gather failed
             return
         if self.ranks.shard_size == 1:
-            self._release(Role.PARAM, changed=False)
+            self._end_use(Role.PARAM, changed=False)
         else:
             self.memory.free(self.whole_bytes)
             self._pool.give(whole)
@@ -539,15 +547,9 @@ class Bucket:
     # ---- gradient
 
     @property
-    def has_gradient(self) -> bool:
-        """Whether there is a gradient of any of the parameters."""
-        return self.gradient_state is not GradientState.NONE
-
-    @property
     def awaits_average(self) -> bool:
         """Whether the gradient has been summed since `start_average` averaged it over the replicas."""
-        is_averaged_later = self.ranks.replica_group is not None and not self.adds_at_once
-        return is_averaged_later and self.gradient_state in (GradientState.REDUCING, GradientState.SUMMED)
+        return self._is_summed and self.ranks.replica_group is not None
 
     def make_gradient(self) -> Tensor:
         """Return this rank's gradient to be written to, where the optimizer steps; zeros where there was none."""
@@ -580,20 +582,14 @@ class Bucket:
     def take_gradient_state(self, other: Bucket) -> None:
         """Have a gradient that comes from another bucket; a sum that is not averaged makes all of it such a one."""
         self.make_gradient()
-        if other.awaits_average or not self.has_gradient:
-            self._become_gradient(GradientState.SUMMED if other.awaits_average else GradientState.AVERAGED)
-
-    def _become_gradient(self, state: GradientState) -> None:
-        if state is not self.gradient_state:
-            check_transition(self.gradient_state, state)
-            self.gradient_state = state
+        self.has_gradient = True
+        self._is_summed |= other.awaits_average
 
     def drop_gradient(self) -> None:
         """Forget the gradient. Its memory is kept: asking for it again in each step takes longer than a sum."""
         if self._gradient is not None and Role.GRAD in self._uses and self.has_gradient:
             self.memory.forget(self._gradient)
-        self._become_gradient(GradientState.NONE)
-        self._added.clear()
+        self.has_gradient = self._is_summed = False
         for piece in self.pieces:
             piece.values.grad = None
 
@@ -642,86 +638,33 @@ class Bucket:
         """Number of parameters that are being trained."""
         return [parameter.requires_grad for parameter in self.parameters].count(True)
 
-    @functools.cached_property
-    def adds_at_once(self) -> bool:
-        """Whether a gradient is added to this rank's as it comes: all of it is here at all times."""
-        return not self.memory.moves and self.ranks.shard_size == 1 and self.format.device == self.format.step_device
-
-    @property
-    def averages_at_once(self) -> bool:
-        """Whether `start_reduction` averages over the replicas, too; else that is left for the end of all rounds."""
-        return self.adds_at_once and self.ranks.replica_group is not None
-
     @property
     def scratch_numel(self) -> int:
         """Number of elements that `start_reduction` receives from other ranks, but for what it receives in place."""
-        if self.format.device.type != "cpu" or self.format.is_table:
-            return 0
         size = self.ranks.shard_size
+        if self.format.device.type != "cpu" or self.format.is_table or size == 1:
+            return 0
         num_in_place = 0 if self.has_gradient else in_place_terms(size, self.format.wire, self.format.master)
         return (size - 1 - num_in_place) * self.numel
 
     def gradient_of(self, piece: BucketPiece) -> Tensor:
         """Return a piece's part of the gradient to be written to, in the shape of the piece's values."""
-        self._added.add(piece.index)
         return self.slice_of(self.make_gradient(), piece)
-
-    def add_gradient(self, index: int, gradient: Tensor) -> None:
-        """Add a parameter's gradient to this rank's, which holds all of it.
-
-        Args:
-            index: The parameter's number.
-            gradient: In the parameter's shape, of any floating format.
-        """
-        if not self.has_gradient:
-            self.make_gradient()
-            self._become_gradient(GradientState.SUMMED)
-        target, added = self.gradients_by_parameter()[index], self._added
-        count = self.ranks.num_shares * self.num_parts
-        if count == 1 and index not in added:
-            target.copy_(gradient)
-        else:
-            sum_into(target, [gradient], scale=1.0 / count, accumulate=index in added)
-        added.add(index)
-
-    def _clear_rest(self) -> None:
-        """Set the gradient of parameters that nothing was added for to zero: the memory is an earlier step's."""
-        gradient = self.make_gradient()
-        if len(self._added) == len(self.plan.slots):
-            return
-        for slot in self.plan.slots:
-            if slot.index not in self._added:
-                gradient[slot.offset : slot.offset + slot.numel] = 0
-                self._added.add(slot.index)
 
     def start_reduction(self, gradients: Mapping[int, Tensor], scratch: Tensor) -> Pending:
         """Start adding full gradients, averaged over the shard group, to this rank's gradient.
 
-        Where they were added at once, the sum is averaged over the replicas.
-
         Args:
             gradients: By parameter, flat and in the wire format; zero where there is none. They are only read, and
-                left alone until the result has been waited for. None where they were added at once.
+                left alone until the result has been waited for.
             scratch: Memory in the wire format to receive into; left alone as well.
 
-        Collective: the shard group, or the replicas.
+        Collective: the shard group.
         """
-        if self.adds_at_once:
-            self._clear_rest()
-            # What was averaged before would be rounded again in each further round.
-            is_averaged = self.gradient_state is GradientState.AVERAGED
-            self._become_gradient(GradientState.AVERAGED)
-            if self.ranks.replica_group is None:
-                return Pending()
-            return self._start_average(self.format.master if is_averaged else self.format.wire)
         is_first = not self.has_gradient
         self._placed_gradient()
-        self._become_gradient(GradientState.REDUCING)
-        return Pending([self._start_sum(gradients, scratch, is_first=is_first)], self._end_reduction)
-
-    def _end_reduction(self) -> None:
-        if self.gradient_state is GradientState.REDUCING:
-            self._become_gradient(GradientState.SUMMED)
+        self.has_gradient = self._is_summed = True
+        return self._start_sum(gradients, scratch, is_first=is_first)
 
     def start_average(self) -> Pending:
         """Start averaging over the replicas what `start_reduction` has added up since they did; nothing where none has.
@@ -732,20 +675,16 @@ class Bucket:
         """
         if not self.awaits_average:
             return Pending()
-        self._become_gradient(GradientState.AVERAGED)
-        return self._start_average(self.format.master)
-
-    def _start_average(self, wire: torch.dtype) -> Pending:
-        """Start averaging the gradient over the replicas, which send it in a format."""
-        self._fetch(Role.GRAD).wait()
+        self._is_summed = False
+        self._use(Role.GRAD)
         gradient = self.make_gradient()
-        source = gradient.to(self.format.device, wire)  # up to the device and down again is quicker than among hosts
+        source = gradient.to(self.format.device)  # up to the device and down again is quicker than among hosts
         average = collectives.all_reduce(source, dist.ReduceOp.AVG, self.ranks.replica_group)
 
         def finish() -> None:
             if source is not gradient:
                 gradient.copy_(source)
-            self._release(Role.GRAD, changed=True)
+            self._end_use(Role.GRAD, changed=True)
 
         return Pending([average], finish)
 
@@ -759,7 +698,13 @@ class Bucket:
         scale = 1.0 / (self.ranks.shard_size * self.ranks.num_shares * self.num_parts)
         if buffer.device.type != self.format.device.type:
             return self._start_sum_below(buffer, self._outgoing.joined(gradients), scale, is_first)
-        self._fetch(Role.GRAD).wait()
+        self._use(Role.GRAD)
+        if self.ranks.shard_size == 1:  # whose shard is the whole: nothing is joined, and nothing sent
+            for offset, part in self._outgoing.parts(gradients):
+                place = buffer.tensor[offset : offset + part.numel()]
+                sum_into(place, [part], scale=scale, accumulate=not is_first)
+            self._end_use(Role.GRAD, changed=True)
+            return Pending()
         if self.format.device.type == "cpu":
             parts = self._outgoing.parts(gradients)
             if self.format.is_table:
@@ -773,7 +718,7 @@ class Bucket:
             pending = collectives.reduce_scatter(
                 source, bounds, buffer.tensor, group, scale=scale, accumulate=not is_first
             )
-        return Pending([pending], lambda: self._release(Role.GRAD, changed=True)) if self.memory.moves else pending
+        return Pending([pending], lambda: self._end_use(Role.GRAD, changed=True)) if self.memory.moves else pending
 
     def _start_sum_below(self, buffer: FlatBuffer, source: Tensor, scale: float, is_first: bool) -> Pending:  # noqa: FBT001
         """Start adding to a gradient on the host: its copy begins as soon as the sum is there, and backward goes on."""

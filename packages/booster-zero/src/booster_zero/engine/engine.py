@@ -229,12 +229,8 @@ class ShardedEngine:
         Returns:
             Those whose gradients came again too late on any rank.
 
-        Raises:
-            ConfigError: If other ranks still use parameters.
-
         Collective: every rank that holds the same parameters.
         """
-        self.gatherer.meet()
         came = set(order)
         parameters = self.layout.parameters.items()
         unused = {index for index, parameter in parameters if parameter.requires_grad and index not in came}
@@ -267,9 +263,6 @@ class ShardedEngine:
 
         Collective: every rank of the world.
         """
-        is_new = self.reducer.num_rounds != self._agreed_rounds
-        if is_new:
-            self.gatherer.meet()
         self.reducer.settle()
         self._leave_out_dropped()
         if self.reducer.num_rounds != self._agreed_rounds:
@@ -395,15 +388,6 @@ class ShardedEngine:
             with raised_on_all("offload to disk", self.device):
                 if error is not None:
                     raise error
-
-    def is_anywhere(self, error: Exception | None) -> bool:
-        """Return whether any rank has an error, where blocks move; else ``False``.
-
-        Collective: every rank of the world, where they are; else none.
-        """
-        if not self.memory.moves:
-            return False
-        return any(AnyRankFlags(bytearray([error is not None]), self.device).wait())
 
 
 def engine_of(optimizers: Sequence[Optimizer]) -> ShardedEngine | None:

@@ -88,7 +88,6 @@ class Gatherer:
         self._release_fraction = 0.0
         self._max_prefetch = 0
         self._max_ahead_bytes: int | None = None
-        self._has_looked_ahead = False
         self._ends_with_backward = False
         self._used: dict[int, Bucket] = {}
         self._last: Bucket | None = None
@@ -109,7 +108,6 @@ class Gatherer:
         lazy: Container[int] = (),
         units: Sequence[Sequence[int]] | None = None,
         remedy: str,
-        debug: bool = False,
     ) -> None:
         """Lay all parameters out, which become absent, and gather them for each use from now on.
 
@@ -126,7 +124,6 @@ class Gatherer:
             units: Numbers of the parameters that share no bucket with others, such as those of a layer, for each
                 unit; ``None`` for one unit of all.
             remedy: What to do where ranks use other parameters, for the error.
-            debug: Compare with other ranks what is gathered before each gather on accelerators, too.
 
         Collective: none; values are taken from this rank's parameters.
         """
@@ -144,8 +141,7 @@ class Gatherer:
         for unit in self._whole_layers(formats) if units is None else units:
             self.layout.add({index: every[index] for index in unit}, {index: formats[index] for index in unit})
         self.layout.make = self._maker(())  # the layout writes to buckets that take the place of others
-        device = self.layout.buckets[0].format.device
-        self.order = OrderCheck(self.ranks, self.layout.names, remedy, device, debug=debug)
+        self.order = OrderCheck(self.ranks, self.layout.names, remedy)
         self._enumerate()
 
     def _whole_layers(self, formats: Mapping[int, Format]) -> list[list[int]]:
@@ -200,8 +196,7 @@ class Gatherer:
 
         Collective: every rank of the shard group.
         """
-        with _plainly():
-            self.meet()
+        with _Plainly():
             self._let_go_of_all()
             self._last = None
             self._ends_with_backward = False  # that one may have raised
@@ -218,7 +213,7 @@ class Gatherer:
             self._let_go_of_all()
         self.timeline.end()
         self._last = None
-        with _plainly():
+        with _Plainly():
             self.release_unused(keep=1 if goes_back else 0)
             for bucket in self._used.values():
                 if bucket.is_gathered and not bucket.pins:
@@ -243,7 +238,7 @@ class Gatherer:
         """
         if bucket is self._last and bucket.is_gathered:
             return  # most uses follow another one of the same bucket
-        with _plainly():
+        with _Plainly():
             self._prepare(bucket)
             if not bucket.is_gathered:
                 bucket.finish_gather()
@@ -255,7 +250,7 @@ class Gatherer:
         Collective: every rank of the shard group, in the same order.
         """
         if bucket is not self._last or bucket.whole is None:
-            with _plainly():
+            with _Plainly():
                 self._prepare(bucket)
                 self._look_ahead()
         return bucket.arrived()
@@ -324,26 +319,17 @@ class Gatherer:
                 if self._ahead and self._max_ahead_bytes is not None and taken > self._max_ahead_bytes:
                     return
                 self._ahead[number] = bucket
-                self._has_looked_ahead = True
                 self._start_gather(bucket)
 
     def _start_gather(self, bucket: Bucket) -> None:
         if self.order is not None:
-            self.order.gather(bucket)
+            self.order.note(bucket)
         bucket.start_gather()
         assert bucket.whole is not None, "what is gathered has a buffer"
         begin = bucket.whole.data_ptr()
         if begin not in self._bucket_at:
             insort(self._addresses, begin)
         self._bucket_at[begin] = bucket
-
-    def stop_looking_ahead(self) -> bool:
-        """Gather nothing ahead of its use from now on, and return whether that makes a difference.
-
-        Collective: none, but every rank must do the same.
-        """
-        has_looked_ahead, self._has_looked_ahead, self._max_prefetch = self._has_looked_ahead, False, 0
-        return has_looked_ahead
 
     def release_unused(self, keep: int) -> None:
         """Release buckets that nobody pins, the least recently used first, until so many are left."""
@@ -495,12 +481,9 @@ class Gatherer:
 
         Raises:
             ConfigError: If a parameter was given other memory since it was laid out.
-
-        Collective: the shard group, where ranks announce what they do; else none.
         """
         self.wait()
         if self.gathers_on_use:
-            self.meet()
             self.memory.moment("step")
         for bucket in self.layout.buckets:
             if not self.gathers_on_use:
@@ -540,22 +523,6 @@ class Gatherer:
             bucket.note_arrived()
             bucket.increment_versions()
 
-    def meet(self) -> None:
-        """Announce the end of a phase, or a call that every rank makes, where ranks compare what they do.
-
-        Raises:
-            ConfigError: If other ranks still use parameters.
-
-        Collective: every rank of the shard group, where it compares; else none.
-        """
-        if self.order is not None:
-            self.order.meet()
-
-    def begin_generate(self) -> None:
-        """Announce a loop of ``generate``; see `OrderCheck.generate`."""
-        if self.order is not None:
-            self.order.generate()
-
     def flags(self) -> bytes:
         """Return what is told of this rank's uses of parameters since the last call; as many bytes on every rank.
 
@@ -563,7 +530,7 @@ class Gatherer:
         """
         if self.order is None:
             return b""
-        self._changed = self._watch.take_all()
+        self._changed = self._watch.take_found()
         return bytes([bool(self._changed)]) + self.order.flags()
 
     def check_uses(self, most: bytes) -> None:
@@ -588,7 +555,7 @@ class Gatherer:
     # ---- changes
 
     def raise_own_changes(self) -> None:
-        """Raise for parameters that were changed by hand on this rank. `check_uses` tells what is written to ``.data``.
+        """Raise for parameters that were changed by hand on this rank.
 
         Raises:
             ConfigError: If there are any.
@@ -600,6 +567,11 @@ class Gatherer:
         """Return the error for parameters that were changed by hand on this rank, and forget them."""
         return changed_error({self.ranks.shard_rank: self._watch.take_found()})
 
+    def find_writes(self) -> None:
+        """Find what was written to parameters, all of which are here, also through ``.data``."""
+        for bucket in self.layout.buckets:
+            self._watch.compare(bucket)
+
     def tell_changes(self) -> None:
         """Raise on every rank for parameters that were changed by hand on any.
 
@@ -608,7 +580,7 @@ class Gatherer:
 
         Collective: every rank of the shard group.
         """
-        found = self._watch.take_all(waits=True)
+        found = self._watch.take_found()
         self._raise_changes(dict(enumerate(collectives.all_gather_object(found, self.ranks.gathering))))
 
     def _raise_changes(self, found: Mapping[int, Mapping[str, str]]) -> None:
@@ -616,12 +588,24 @@ class Gatherer:
             raise error
 
 
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """Leave inference mode, whose memory could not be used in training later, and be seen by no mode or transform."""
-    private: Any = torch._C  # noqa: SLF001 - as torch's own modes do
-    with torch.inference_mode(mode=False), torch.no_grad(), private.DisableTorchFunction(), private._DisableFuncTorch():  # noqa: SLF001
-        yield
+class _Plainly:
+    """Leaves inference mode, whose memory could not be used in training later, and is seen by no mode or transform.
+
+    Each gather enters it: torch's own contexts would be four objects more.
+    """
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        private: Any = torch._C  # noqa: SLF001 - as torch's own modes do
+        self._guards = private._InferenceMode(False), private.DisableTorchFunction(), private._DisableFuncTorch()  # noqa: FBT003, SLF001
+        for guard in self._guards:
+            guard.__enter__()
+        private._set_grad_enabled(False)  # noqa: FBT003, SLF001 - what the first guard takes back, too
+
+    def __exit__(self, *raised: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
 
 
 def is_in_backward() -> bool:

@@ -1,35 +1,27 @@
-"""`OrderCheck`: ranks compare what they are about to do together, before they do it.
+"""`OrderCheck`: ranks compare in every step what they have gathered together since the last one.
 
-Ranks that gather different buckets compute with wrong values, and where buckets differ in size, or one rank gathers
-more than the others, the backend waits, or ends the process. In every step, ranks compare what they have gathered since
-the last one, by a digest among the flags that they send in any case. On CPUs, where gloo would end the process before
-that, every gather and every meeting of ranks is also announced by a number before it begins. On accelerators that would
-hold up the device; there the monitor names ranks that wait for each other. Reductions are not announced: ranks may
-start them at other times, where a parameter is unused on some.
+Ranks that gather different buckets compute with wrong values. A digest among the flags that they send anyway tells.
+Where buckets differ in size, or one rank gathers more than the others, the backend ends the process, or the monitor
+names the ranks that wait for each other.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
-from booster_runtime.sharding import control_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import NoReturn
 
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
 
-_GENERATE, _MEET, _FIRST_BUCKET = -1, 0, 1
 _64_BITS = (1 << 64) - 1
 _MOST_KEPT = 10_000
 """Gathers of which numbers are kept between two steps; a digest compares all."""
@@ -37,64 +29,26 @@ _SHOWN = 4
 
 
 class OrderCheck:
-    """Compares announcements over the ranks that share buckets.
+    """Compares what ranks that share buckets have gathered.
 
     Args:
         ranks: These ranks.
         names: Of the parameters, by number.
         remedy: What to do where the data chooses which modules run, for the error.
-        device: Where the ranks compute.
-        debug: Announce on accelerators, too.
-
-    Attributes:
-        announces: Whether it announces; the same on every rank.
     """
 
-    def __init__(
-        self, ranks: ShardingRanks, names: Mapping[int, str], remedy: str, device: torch.device, *, debug: bool
-    ) -> None:
-        self._ranks = ranks
-        self._names = names
+    def __init__(self, ranks: ShardingRanks, names: Mapping[int, str], remedy: str) -> None:
+        self._ranks, self._names, self._remedy = ranks, names, remedy
         self._digest = 0
         self._first: list[int] = []  # gathers since the last step, by the first parameter
         self._compared: list[int] = []
-        self._remedy = remedy
-        self._device = device
-        self.announces = ranks.shard_size > 1 and (debug or device.type == "cpu")
 
-    def meet(self) -> None:
-        """Announce the end of a phase, or a call that every rank makes once in a step.
-
-        Raises:
-            ConfigError: If another rank gathers a bucket instead.
-
-        Collective: every rank of the shard group, where it announces; else none.
-        """
-        self._compare(_MEET)
-
-    def generate(self) -> None:
-        """Announce that a loop begins in which ranks tell each other whether their texts are complete.
-
-        Raises:
-            ConfigError: If another rank does something else.
-
-        Collective: as for `meet`.
-        """
-        self._compare(_GENERATE)
-
-    def gather(self, bucket: Bucket) -> None:
-        """Announce the gather of a bucket.
-
-        Raises:
-            ConfigError: If another rank does something else.
-
-        Collective: as for `meet`.
-        """
+    def note(self, bucket: Bucket) -> None:
+        """Note that a bucket is gathered."""
         number = bucket.plan.slots[0].index
         self._digest = hash((self._digest, number))  # the same on every rank, as numbers' hashes are
         if len(self._first) < _MOST_KEPT:
             self._first.append(number)
-        self._compare(_FIRST_BUCKET + number)
 
     def flags(self) -> bytes:
         """Return a digest of the gathers since the last call, and its complement, at the place of this replica.
@@ -128,50 +82,21 @@ class OrderCheck:
         by_replica: dict[int, dict[int, list[int]]] = defaultdict(dict)
         for rank, (replica, gathers) in enumerate(collectives.all_gather_object(own, self._ranks.holders)):
             by_replica[replica][rank] = gathers
-        for of_ranks in by_replica.values():
-            for count, numbers in enumerate(itertools.zip_longest(*of_ranks.values()), start=1):
-                if len(set(numbers)) > 1:
-                    told = [
-                        f"{self._describe(each)} on rank {rank}" for rank, each in zip(of_ranks, numbers, strict=True)
-                    ]
-                    self.raise_other_order(f" Gather {count} since the last step was {', '.join(told[:_SHOWN])}.")
-        self.raise_other_order()
-
-    def _describe(self, number: int | None) -> str:
-        return "none" if number is None else f"that of '{self._names[number]}'"
-
-    def _doing(self, number: int) -> str:
-        if number == _GENERATE:
-            return "calls `generate`"
-        if number == _MEET:
-            return "begins a forward, backward or step"
-        return f"gathers '{self._names[number - _FIRST_BUCKET]}'"
-
-    def _compare(self, number: int) -> None:
-        if not self.announces:
-            return
-        told = torch.tensor([number, -number], device=control_device(self._device, self._ranks.gathering))
-        collectives.all_reduce(told, dist.ReduceOp.MAX, self._ranks.gathering).wait()
-        largest, smallest = told.tolist()
-        if largest != -smallest:
-            of_ranks = collectives.all_gather_object(number, self._ranks.gathering)
-            ranks = dist.get_process_group_ranks(self._ranks.gathering)
-            first_of = {each: rank for rank, each in zip(reversed(ranks), reversed(of_ranks), strict=True)}
-            told_by = [f"rank {rank} {self._doing(each)}" for each, rank in sorted(first_of.items(), key=itemgetter(1))]
-            self.raise_other_order(f" Now {', '.join(told_by[:_SHOWN])}.")
-
-    def raise_other_order(self, where: str = "") -> NoReturn:
-        """Raise the error about ranks that used parameters in different orders.
-
-        Args:
-            where: What is known of the first difference.
-
-        Raises:
-            ConfigError: Always.
-        """
+        where = next((told for told in map(self._first_difference, by_replica.values()) if told), "")
         msg = (
-            "Ranks used the model's parameters in different orders, so that they would gather, or have gathered, "
-            f"different ones together, and compute with wrong values.{where} Call forward, `generate` and `state_dict` "
-            f"on every rank, not under `if rank == 0`. {self._remedy}"
+            "Ranks used the model's parameters in different orders, so that they have gathered different ones "
+            f"together, and computed with wrong values.{where} Call forward, `generate` and `state_dict` on every "
+            f"rank, not under `if rank == 0`. {self._remedy}"
         )
         raise ConfigError(msg)
+
+    def _first_difference(self, of_ranks: Mapping[int, list[int]]) -> str:
+        """Return what is told of the first gather that was not the same on some ranks; nothing if all were."""
+        for count, numbers in enumerate(itertools.zip_longest(*of_ranks.values()), start=1):
+            if len(set(numbers)) > 1:
+                told = [
+                    f"{'none' if each is None else f'that of {self._names[each]!r}'} on rank {rank}"
+                    for rank, each in zip(of_ranks, numbers, strict=True)
+                ]
+                return f" Gather {count} since the last step was {', '.join(told[:_SHOWN])}."
+        return ""

@@ -101,25 +101,6 @@ def plan_flat(sizes: Sequence[tuple[int, int]], world_size: int, bucket_numel: i
     return plans
 
 
-def lengths_of_flat(numels: Sequence[int], world_size: int, bucket_numel: int) -> list[int]:
-    """Return the lengths of the buckets that `plan_flat` would make, padding included.
-
-    Args:
-        numels: Element count of each parameter, in order.
-        world_size: As for `plan_flat`.
-        bucket_numel: As for `plan_flat`.
-    """
-    ends: list[int] = []
-    held = 0
-    for numel in numels:
-        if not ends or held + numel > bucket_numel:
-            ends.append(0)
-            held = 0
-        held += -(-numel // ALIGNMENT) * ALIGNMENT
-        ends[-1] = held
-    return [_share(end, world_size) * world_size for end in ends]
-
-
 def plan_whole(
     sizes: Sequence[tuple[int, int]], owners: Mapping[int, int], world_size: int, bucket_numel: int
 ) -> list[BucketPlan]:

@@ -1,4 +1,4 @@
-"""How long a bucket keeps its whole values, and the states of those, of its gradient, and of a round of reductions."""
+"""How long a bucket keeps its whole values, and the states of those and of a round of reductions."""
 
 from __future__ import annotations
 
@@ -45,28 +45,6 @@ TRANSITIONS: dict[WholeState, frozenset[WholeState]] = {
 """Where each state may lead. A gather that failed leads back to the beginning."""
 
 
-class GradientState(_State):
-    """What a rank has of its part of a bucket's gradient."""
-
-    NONE = "none"
-    """Nothing; memory of an earlier one may be kept."""
-    REDUCING = "being reduced"
-    """A sum over the ranks that share the bucket is on its way; an earlier one may be there, to which it is added."""
-    SUMMED = "summed"
-    """Sums over these ranks, which the replicas of the shard may have to average."""
-    AVERAGED = "averaged"
-    """What the optimizer steps with, but for what was added since."""
-
-
-GRADIENT_TRANSITIONS: dict[GradientState, frozenset[GradientState]] = {
-    GradientState.NONE: frozenset({GradientState.REDUCING, GradientState.SUMMED, GradientState.AVERAGED}),
-    GradientState.REDUCING: frozenset({GradientState.SUMMED, GradientState.AVERAGED, GradientState.NONE}),
-    GradientState.SUMMED: frozenset({GradientState.REDUCING, GradientState.AVERAGED, GradientState.NONE}),
-    GradientState.AVERAGED: frozenset({GradientState.REDUCING, GradientState.SUMMED, GradientState.NONE}),
-}
-"""Where each state of a gradient may lead. A reduction that failed leads to none."""
-
-
 class RoundState(_State):
     """How far the backward has come whose gradients are being reduced."""
 
@@ -88,11 +66,11 @@ ROUND_TRANSITIONS: dict[RoundState, frozenset[RoundState]] = {
 }
 """Where each state of a round may lead."""
 
-_TABLE: Mapping[Any, frozenset[Any]] = {**TRANSITIONS, **GRADIENT_TRANSITIONS, **ROUND_TRANSITIONS}
+_TABLE: Mapping[Any, frozenset[Any]] = {**TRANSITIONS, **ROUND_TRANSITIONS}
 
 
 def check_transition(before: _State, after: _State) -> None:
-    """Check that a bucket, its gradient, or a round may go from one state to another.
+    """Check that a bucket or a round may go from one state to another.
 
     Raises:
         RuntimeError: If the tables have no such transition, which is an error in this package.

@@ -17,7 +17,6 @@ from booster_runtime.saved_tensors import SavedTensorHooks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.gatherer import Gatherer
 
 
@@ -47,7 +46,12 @@ class SavedUses(SavedTensorHooks):
 
     def take(self, tensor: Tensor) -> _Note | None:
         """Return where a tensor's values are, if they are a parameter's."""
-        bucket = self._bucket_of(tensor)
+        if tensor.layout is not torch.strided:
+            return None
+        try:
+            bucket = self._gatherer.holding(tensor.data_ptr())
+        except RuntimeError:  # inside of a function transform, which keeps it alive
+            return None
         if bucket is None:
             return None
         itemsize, offset_bytes = bucket.format.working.itemsize, tensor.storage_offset() * tensor.itemsize
@@ -63,15 +67,6 @@ class SavedUses(SavedTensorHooks):
             tensor.is_neg(),
             bucket.parameters[position]._version,  # noqa: SLF001
         )
-
-    def _bucket_of(self, tensor: Tensor) -> Bucket | None:
-        """Return the gathered bucket that a tensor is a view of, if it is."""
-        if tensor.layout is not torch.strided:
-            return None
-        try:
-            return self._gatherer.holding(tensor.data_ptr())
-        except RuntimeError:  # inside of a function transform, which keeps it alive
-            return None
 
     def give(self, taken: _Note) -> Tensor:
         """Return a parameter's values, which are gathered for it."""
