@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from booster_core.errors import ConfigError
-from booster_hybrid.mesh import MeshShape, fill_axis, make_axes
+from booster_hybrid.mesh import MeshShape, make_axes, mesh_shape
 from booster_testing import run_on_ranks
 
 _SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
@@ -44,9 +44,9 @@ def test_the_innermost_axis_holds_neighbours():
 def test_an_axis_takes_what_is_left_of_thousands_of_ranks(world_size, tp_size, pp_size):
     if world_size % (tp_size * pp_size):
         with pytest.raises(ConfigError, match="does not divide the world size"):
-            fill_axis({"dp": 0, "pp": pp_size, "tp": tp_size}, "dp", world_size)
+            mesh_shape({"pp": pp_size, "tp": tp_size}, ("dp", "pp", "tp"), world_size)
         return
-    shape = fill_axis({"dp": 0, "pp": pp_size, "tp": tp_size}, "dp", world_size)
+    shape = mesh_shape({"pp": pp_size, "tp": tp_size}, ("dp", "pp", "tp"), world_size)
     assert shape.world_size == world_size
     assert len(shape.groups(["dp"])) == tp_size * pp_size
 
@@ -55,7 +55,7 @@ def test_sizes_that_do_not_divide_the_world_are_named_with_those_that_would():
     with pytest.raises(
         ConfigError, match=r"`pp_size=1 \* tp_size=3` is 3, which does not divide the world size 8.*1, 2, 4, 8"
     ):
-        fill_axis({"dp": 0, "pp": 1, "tp": 3}, "dp", 8)
+        mesh_shape({"tp": 3}, ("dp", "pp", "tp"), 8)
 
 
 def test_a_size_below_one_is_refused():

@@ -74,30 +74,6 @@ class MeshShape:
         return found
 
 
-def fill_axis(sizes: Mapping[str, int], axis: str, world_size: int) -> MeshShape:
-    """Return a mesh in which the size of one axis follows from the number of ranks.
-
-    Args:
-        sizes: Size of each axis, outermost first; that of ``axis`` is ignored.
-        axis: The axis to fill.
-        world_size: Number of ranks.
-
-    Raises:
-        ConfigError: If the other sizes' product does not divide the number of ranks.
-    """
-    asked = {name: size for name, size in sizes.items() if name != axis}
-    shape = MeshShape(asked)
-    if world_size % shape.world_size:
-        product = " * ".join(f"{name}_size={size}" for name, size in asked.items())
-        divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
-        msg = (
-            f"`{product}` is {shape.world_size}, which does not divide the world size {world_size}. Use sizes whose "
-            f"product is one of {divisors}."
-        )
-        raise ConfigError(msg)
-    return MeshShape({name: world_size // shape.world_size if name == axis else size for name, size in sizes.items()})
-
-
 @dataclass(frozen=True)
 class Axis:
     """This rank's place along one or several axes of a mesh.
@@ -194,7 +170,17 @@ def mesh_shape(sizes: Mapping[str, int], order: Sequence[str], world_size: int) 
     Raises:
         ConfigError: If the sizes' product does not divide the number of ranks.
     """
-    return fill_axis({name: sizes.get(name, 1) for name in order}, "dp", world_size)
+    asked = {name: sizes.get(name, 1) for name in order if name != "dp"}
+    shape = MeshShape(asked)
+    if world_size % shape.world_size:
+        product = " * ".join(f"{name}_size={size}" for name, size in asked.items())
+        divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        msg = (
+            f"`{product}` is {shape.world_size}, which does not divide the world size {world_size}. Use sizes whose "
+            f"product is one of {divisors}."
+        )
+        raise ConfigError(msg)
+    return MeshShape({name: asked.get(name, world_size // shape.world_size) for name in order})
 
 
 def with_experts(shape: MeshShape, ep_size: int) -> MeshShape:

@@ -74,6 +74,11 @@ class ModuleOutput(NamedTuple):
     path: str
 
     @property
+    def is_in_tuple(self) -> bool:
+        """Whether it is all that the module returns, or directly in a tuple that it returns."""
+        return not self.path or self.path[1:-1].isdigit()
+
+    @property
     def place(self) -> int | None:
         """Its index in the tuple that the module returns; ``None`` where it is all of it."""
         return int(self.path.strip("[]")) if self.path else None
@@ -230,7 +235,7 @@ def take_place(absent: Tensor, value: Tensor) -> bool:
     for _ in range(2):  # torch's cache of what operations on fake tensors return refers to the first of its kind
         alias = value.view_as(value)  # the value itself stays where gradients come together
         with contextlib.suppress(RuntimeError):
-            torch.utils.swap_tensors(absent, alias)
+            torch.utils.swap_tensors(absent, alias)  # type: ignore[no-untyped-call]
             return True
     return False
 

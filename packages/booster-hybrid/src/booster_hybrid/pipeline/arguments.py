@@ -47,7 +47,7 @@ class ArgumentNames:
 
     def at(self, paths: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return those tensors among the arguments of a call that are at some paths."""
-        if any("[" in path or "." in path for path in paths):
+        if not all(path.isidentifier() for path in paths):
             found: Mapping[str, Any] = self.tensors(args, kwargs)
         else:
             found = {path: self.get(path, args, kwargs) for path in paths}

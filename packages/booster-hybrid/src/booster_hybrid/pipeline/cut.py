@@ -543,7 +543,7 @@ class StagedModel:
         if layer_forward is not None and (stage is None or stage.first <= layer_forward.position < stage.last):
             self.enter_layer(layer_forward.position)
             output = self.call_layer(layer_forward, args, kwargs, call.inside)
-            self.leave_layer()
+            self.leave_layer(layer_forward.position)
             return output
         if not self._is_forward:
             return call.compiled(*args, **kwargs)
@@ -617,13 +617,17 @@ class StagedModel:
 
     def enter_layer(self, position: int) -> None:
         """Let a layer that is run draw from its stream; streams of ranks that share it out come inside of this one."""
-        if self._streams is not None and self._active is not None:
+        if self._streams is not None and self._runs(position):
             self._streams.enter(position + 1, gives_back=self._is_forward)
 
-    def leave_layer(self) -> None:
+    def leave_layer(self, position: int) -> None:
         """Go on to draw where the layer began to."""
-        if self._streams is not None and self._is_forward:
+        if self._streams is not None and self._is_forward and self._runs(position):
             self._streams.leave()
+
+    def _runs(self, position: int) -> bool:
+        stage = self._active
+        return stage is not None and stage.first <= position < stage.last
 
     def call_module(self, idle: _Idle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a module outside of the layers does in the active stage, which may have nothing to compute there."""
@@ -761,7 +765,7 @@ class _LayerForward:
     def leave(self, *_: Any) -> None:
         """End it, after that."""
         if not self.is_open:
-            self._staged.leave_layer()
+            self._staged.leave_layer(self.position)
 
     def pass_through(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what stands for the layer's output where it is not run: of the same form, without its values."""

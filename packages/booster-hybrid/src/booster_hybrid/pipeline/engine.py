@@ -158,7 +158,7 @@ class PipelineEngine:
                 parts,
                 shares,
                 criterion,
-                None if optimizer is None else _Backward(optimizer),
+                None if optimizer is None else optimizer.backward_stage,
                 keeps_outputs=return_outputs,
                 rank_schedule=self.rank_schedule(len(parts), trains=optimizer is not None),
                 streams=self._streams(seed, len(parts)),
@@ -313,13 +313,3 @@ class _Taken:
     sizes: list[int] = field(default_factory=list)
     checksum: int = 0
     error: Exception | None = None
-
-
-class _Backward:
-    """Runs backward of a stage for `PipelineRun`."""
-
-    def __init__(self, optimizer: HybridOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def __call__(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], is_last: bool) -> None:  # noqa: FBT001 - as the runtime calls
-        self._optimizer.backward_stage(tensors, gradients, is_last=is_last)

@@ -355,14 +355,16 @@ class _DryStages(StagedModel):
         call = self._num_returns[name]
         self._num_returns[name] += 1
         outputs = [each for each in self._whole.outputs if (each.module, each.call) == (name, call)]
-        if not outputs:
+        if not outputs or not all(each.is_in_tuple for each in outputs):
             return absent
-        values = {}
+        values: dict[int | None, Any] = {}
         for each in outputs:
             form = ActivationMeta.of(self._whole.outputs[each])
             values[each.place] = self._received.get(each.name, absent_like(form, f"module '{name}'", (each,)))
             self._made[each.name] = values[each.place], 0
-        return values[None] if None in values else tuple(map(values.get, range(1 + max(each or 0 for each in values))))
+        if None in values:
+            return values[None]
+        return tuple(values.get(index) for index in range(1 + max(index or 0 for index in values)))
 
     def _on_return(self, name: str, output: Any) -> Any:
         """Let absent tensors that a module returned before the stage's own layers be from there."""

@@ -141,8 +141,8 @@ class PipelineRun:
         microbatches: Keyword arguments of the model's forward, for each part of the batch.
         weights: What each microbatch's loss counts; they add up to 1.
         criterion: Called with outputs and microbatch on the last stage; returns a scalar.
-        backward: Called with tensors, their gradients (``None`` for a loss), and whether this is the rank's last
-            backward of the batch; ``None`` evaluates.
+        backward: Called with tensors, their gradients (``None`` for a loss), and as ``is_last`` whether this is the
+            rank's last backward of the batch; ``None`` evaluates.
         keeps_outputs: Whether the outputs of the last stage are kept.
         split: Lets weight gradients wait where the schedule splits backward; ``None`` computes them with the inputs'.
         record: Notes when what is done; ``None`` notes nothing.
@@ -171,7 +171,7 @@ class PipelineRun:
         microbatches: Sequence[Mapping[str, Any]],
         weights: Sequence[float],
         criterion: Callable[[Any, Any], Tensor],
-        backward: Callable[[Sequence[Tensor], Sequence[Tensor | None], bool], None] | None,
+        backward: Callable[..., None] | None,
         *,
         keeps_outputs: bool = False,
         split: SplitBackward | None = None,
@@ -331,14 +331,14 @@ class PipelineRun:
         received, produced = self._received.pop(key, {}), self._produced.pop(key, {})
         assert self._backward is not None, "no backward is due in evaluation"
         if self._has_failed:
-            self._backward([], [], is_last)  # the data parallel ranks go on
+            self._backward([], [], is_last=is_last)  # the data parallel ranks go on
             return {}
         names = [name for name in produced if is_end or name in arrived]
         tensors = [produced[name] for name in names]
         gradients = [None if is_end else arrived[name] for name in names]
         pending = self._pending.get(key)
         with self._acting_for(key, received), contextlib.nullcontext() if pending is None else pending.opened():
-            self._backward(tensors, gradients, is_last)
+            self._backward(tensors, gradients, is_last=is_last)
         return {name: tensor.grad for name, tensor in received.items() if tensor.grad is not None}
 
     def _run_weights(self, action: Action, *, is_last: bool) -> None:
@@ -346,7 +346,7 @@ class PipelineRun:
         with self._unless_failed({}), self._during(action):
             pending = self._pending.pop((action.stage, action.microbatch), None)
             roots = [] if pending is None or self._has_failed else pending.roots()
-            self._backward(roots, [torch.zeros_like(root) for root in roots], is_last)
+            self._backward(roots, [torch.zeros_like(root) for root in roots], is_last=is_last)
 
     def _give(
         self, work: ActionKind, stage: int, microbatch: int, to_stage: int, tensors: Mapping[str, Tensor] | None
