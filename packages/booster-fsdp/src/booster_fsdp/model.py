@@ -135,9 +135,9 @@ class FSDPModel(ModelWrapper):
         sharded = {id(parameter): parameter for _, _, parameter in held}
         with NamedCall("whole_parameters"), torch.no_grad():
             whole = {key: nn.Parameter(whole_of(each), each.requires_grad) for key, each in sharded.items()}
-        for each in whole.values():
-            if each.requires_grad:
-                each.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        for key, each in whole.items():
+            each.requires_grad_().register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+            each.requires_grad_(sharded[key].requires_grad)
         before = {key: (each._version, each.data_ptr()) for key, each in whole.items()}  # noqa: SLF001 - tells of writes
         for parameters, name, parameter in held:
             parameters[name] = whole[id(parameter)]
