@@ -43,10 +43,10 @@ class GeminiEngine(ShardedEngine):
 
         Collective: every rank of the world, where blocks move; else none.
         """
-        problem: Exception | None = self.memory.problem()
+        shortage: Exception | None = None
         try:
             self.memory.end_step()
-        except BudgetError as shortage:
-            problem = problem or (shortage if self._has_stepped else None)
+        except BudgetError as caught:
+            shortage = caught if self._has_stepped else None
         self._has_stepped = True
-        self.raise_together(problem)
+        self.raise_together(self.memory.problem() or shortage)
