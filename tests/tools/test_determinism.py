@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
+import reference_plugins
 import torch
 from forked_scripts import torchrun_variables
 
 from booster_core.errors import ConfigError
 from booster_tools import deterministic
 
-SCRIPT = """
+SCRIPT = f"""
 import sys
+sys.path.append({str(Path(reference_plugins.__file__).parent)!r})
 
 import torch
 from booster_core import Booster, launch_from_torch

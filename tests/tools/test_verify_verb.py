@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import reference_plugins
 from click.testing import CliRunner
 from forked_scripts import torchrun_variables
 
@@ -24,8 +25,9 @@ def batch():
 def loss(outputs, batch):
     return outputs.square().mean()
 """
-RANK = """
+RANK = f"""
 import sys
+sys.path.append({str(Path(reference_plugins.__file__).parent)!r})
 from reference_plugins import ReferencePlugin
 from booster_tools.cli import _verify_rank as rank
 rank.load = lambda name: ReferencePlugin

@@ -1,4 +1,4 @@
-"""Where one rank has the whole gradient, buckets are added to it without a collective."""
+"""Where one rank has the whole gradient, each parameter's is added to it as it comes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 from booster_runtime.sharding.ranks import ShardingRanks
 from booster_zero.engine import Bucket, Format, Layout, Memory
 from booster_zero.engine.reducer import Reducer
+from booster_zero.engine.stand_ins import ShardedGradient
 
 CPU = torch.device("cpu")
 
@@ -30,10 +31,12 @@ def reduced(dtype=torch.float32, bucket_bytes=2**20):
     return parameters, layout, reducer
 
 
-def run(reducer, parameters, factors):
+def run(reducer, parameters, factors, *, is_paused=False):
     """Take one backward in which each parameter's gradient is its factor."""
+    reducer.is_paused = is_paused
     with reducer.guarded():
         sum((parameters[index].float() * factor).sum() for index, factor in factors.items()).backward()
+    reducer.is_paused = False
 
 
 def gradients(layout):
@@ -58,6 +61,17 @@ def test_rounds_add_up():
     assert gradients(layout) == [1.0, 5.0, 4.0]
 
 
+def test_gradients_of_a_pause_are_added_at_once():
+    parameters, layout, reducer = reduced()
+    run(reducer, parameters, {0: 1.0}, is_paused=True)
+    assert isinstance(parameters[0].grad, ShardedGradient), "no values"
+    assert parameters[1].grad is None
+    run(reducer, parameters, {0: 2.0, 1: 4.0}, is_paused=True)
+    reducer.settle()
+    assert gradients(layout) == [3.0, 4.0, 0.0]
+    assert reducer.num_rounds == 1
+
+
 def test_gradients_that_were_set_to_zero_are_added_to():
     parameters, layout, reducer = reduced()
     run(reducer, parameters, {0: 1.0, 1: 2.0})
@@ -68,6 +82,6 @@ def test_gradients_that_were_set_to_zero_are_added_to():
 
 def test_narrow_gradients_add_up_in_the_format_of_the_masters():
     parameters, layout, reducer = reduced(torch.bfloat16)
-    run(reducer, parameters, {0: 256.0})
+    run(reducer, parameters, {0: 256.0}, is_paused=True)
     run(reducer, parameters, {0: 1.0})
     assert gradients(layout)[0] == 257.0  # which bf16 has not

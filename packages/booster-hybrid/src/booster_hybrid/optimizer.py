@@ -221,8 +221,7 @@ class HybridOptimizer(ShardedOptimizer):
         **kwargs: As for `ShardedOptimizer`.
 
     Attributes:
-        reduces_each: Whether gradients are reduced after each backward rather than once: they are kept in shards alone,
-            or this rank's shard is the whole.
+        reduces_each: Whether gradients are reduced after each backward rather than once: they are kept in shards alone.
     """
 
     engine: HybridEngine
@@ -231,7 +230,7 @@ class HybridOptimizer(ShardedOptimizer):
         self, engine: HybridEngine, *args: Any, outside_reads: DirectWeightUses | None = None, **kwargs: Any
     ) -> None:
         self._outside_reads = outside_reads
-        self.reduces_each = engine.config.stage >= _IN_SHARDS or engine.ranks.shard_size == 1
+        self.reduces_each = engine.config.stage >= _IN_SHARDS
         self._matrices: GatheredMatrices | None = None
         super().__init__(engine, *args, **kwargs)
 

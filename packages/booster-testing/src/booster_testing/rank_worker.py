@@ -115,6 +115,8 @@ def serve(connection: Connection, stack_file: str) -> None:
     """
     from booster_core.ranks import run_in_turns
 
+    # As in a process that a shell has started: what a test starts, such as a loader's workers, is no fork server's.
+    multiprocessing.set_start_method(None, force=True)
     os.setpgid(0, 0)  # Ctrl-C goes to the test process only; killpg reaches the worker's children, and no other worker
     run_in_turns()
     threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()

@@ -43,6 +43,7 @@ from booster_hybrid.probe.units import (
     units_of,
 )
 from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored
+from booster_hybrid.tensor_parallel.linear import is_linear
 from booster_hybrid.tensor_parallel.plan import COLUMNS, ROWS, TensorParallelModel, TensorPlan
 from booster_hybrid.tensor_parallel.split import is_repeated
 
@@ -479,6 +480,10 @@ def _remedy(plan: TensorPlan, unit: ProbeTarget, splits: Mapping[str, Any]) -> s
         if plan.targets[name].style in COLUMNS and len(each.ranges) == 1 and count is not None:
             fused.append(f"'{name}' looks like {count} fused projections: `num_blocks={count}`")
     hint = f"{'; '.join(fused)}. " if fused else ""
+    modules = plan.names.modules
+    own = sorted({type(modules[name]).__name__ for name in of if not is_linear(modules[name])})
+    if own:
+        hint += f"{', '.join(own)} has code of its own, in whose place split layers compute a plain linear map. "
     return (
         f"{hint}In `custom_policy`, a linear layer that computes several projections needs `num_blocks=` (3 for q, "
         "k and v; 2 for gate and up), one that computes attention heads needs `units=`, counts of heads in its "

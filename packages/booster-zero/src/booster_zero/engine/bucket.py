@@ -122,6 +122,7 @@ class Bucket:
         self.state = WholeState.GATHERED if pool is None else WholeState.SHARDED
         self.has_gradient = False
         self._is_summed = False  # since the replicas have averaged
+        self._added: set[int] = set()
         self.pins = 0
         self.num_parts = 1
         self.has_masters = format.working != format.master
@@ -549,7 +550,7 @@ class Bucket:
     @property
     def awaits_average(self) -> bool:
         """Whether the gradient has been summed since `start_average` averaged it over the replicas."""
-        return self._is_summed and self.ranks.replica_group is not None
+        return self._is_summed and self.ranks.replica_group is not None and not self.adds_at_once
 
     def make_gradient(self) -> Tensor:
         """Return this rank's gradient to be written to, where the optimizer steps; zeros where there was none."""
@@ -590,6 +591,7 @@ class Bucket:
         if self._gradient is not None and Role.GRAD in self._uses and self.has_gradient:
             self.memory.forget(self._gradient)
         self.has_gradient = self._is_summed = False
+        self._added.clear()
         for piece in self.pieces:
             piece.values.grad = None
 
@@ -638,6 +640,11 @@ class Bucket:
         """Number of parameters that are being trained."""
         return [parameter.requires_grad for parameter in self.parameters].count(True)
 
+    @functools.cached_property
+    def adds_at_once(self) -> bool:
+        """Whether a gradient is added to this rank's as it comes: all of it is here at all times."""
+        return not self.memory.moves and self.ranks.shard_size == 1 and self.format.device == self.format.step_device
+
     @property
     def scratch_numel(self) -> int:
         """Number of elements that `start_reduction` receives from other ranks, but for what it receives in place."""
@@ -649,18 +656,55 @@ class Bucket:
 
     def gradient_of(self, piece: BucketPiece) -> Tensor:
         """Return a piece's part of the gradient to be written to, in the shape of the piece's values."""
+        self._added.add(piece.index)
         return self.slice_of(self.make_gradient(), piece)
+
+    def add_gradient(self, index: int, gradient: Tensor) -> None:
+        """Add a parameter's gradient to this rank's, which holds all of it.
+
+        Args:
+            index: The parameter's number.
+            gradient: In the parameter's shape, of any floating format.
+        """
+        if not self.has_gradient:
+            self.make_gradient()
+            self.has_gradient = self._is_summed = True
+        target, added = self.gradients_by_parameter()[index], self._added
+        count = self.ranks.num_shares * self.num_parts
+        if count == 1 and index not in added:
+            target.copy_(gradient)
+        else:
+            sum_into(target, [gradient], scale=1.0 / count, accumulate=index in added)
+        added.add(index)
+
+    def _clear_rest(self) -> None:
+        """Set the gradient of parameters that nothing was added for to zero: the memory is an earlier step's."""
+        gradient = self.make_gradient()
+        if len(self._added) == len(self.plan.slots):
+            return
+        for slot in self.plan.slots:
+            if slot.index not in self._added:
+                gradient[slot.offset : slot.offset + slot.numel] = 0
+                self._added.add(slot.index)
 
     def start_reduction(self, gradients: Mapping[int, Tensor], scratch: Tensor) -> Pending:
         """Start adding full gradients, averaged over the shard group, to this rank's gradient.
 
+        Where they were added at once, the sum is averaged over the replicas.
+
         Args:
             gradients: By parameter, flat and in the wire format; zero where there is none. They are only read, and
-                left alone until the result has been waited for.
+                left alone until the result has been waited for. None where they were added at once.
             scratch: Memory in the wire format to receive into; left alone as well.
 
-        Collective: the shard group.
+        Collective: the shard group, or the replicas.
         """
+        if self.adds_at_once:
+            self._clear_rest()
+            # What was averaged before would be rounded again in each further round.
+            wire = self.format.wire if self._is_summed else self.format.master
+            self.has_gradient, self._is_summed = True, False
+            return Pending() if self.ranks.replica_group is None else self._start_average(wire)
         is_first = not self.has_gradient
         self._placed_gradient()
         self.has_gradient = self._is_summed = True
@@ -676,9 +720,13 @@ class Bucket:
         if not self.awaits_average:
             return Pending()
         self._is_summed = False
+        return self._start_average(self.format.master)
+
+    def _start_average(self, wire: torch.dtype) -> Pending:
+        """Start averaging the gradient over the replicas, which send it in a format."""
         self._use(Role.GRAD)
         gradient = self.make_gradient()
-        source = gradient.to(self.format.device)  # up to the device and down again is quicker than among hosts
+        source = gradient.to(self.format.device, wire)  # up to the device and down again is quicker than among hosts
         average = collectives.all_reduce(source, dist.ReduceOp.AVG, self.ranks.replica_group)
 
         def finish() -> None:

@@ -6,8 +6,10 @@ complete and all buckets before it have been started, and whatever is left is st
 zeros for parameters that took no part. Buckets that are not expected to be complete come last, so that no other waits
 for them. Rounds add up until `Reducer.clear`.
 
-A pause leaves gradients in ``parameter.grad``, to which autograd adds in the parameter's format. In bf16 and fp16 such
-a sum stops growing soon, so that those are added up here, in fp32.
+Where a rank holds all of a bucket's gradient, each parameter's is added to it as soon as it comes, paused or not: to
+keep it until the bucket is complete, or the pause is over, would only take memory. Elsewhere a pause leaves gradients
+in ``parameter.grad``, to which autograd adds in the parameter's format. In bf16 and fp16 such a sum stops growing soon,
+so that those are added up here, in fp32.
 
 Once a gradient is taken, ``parameter.grad`` is a stand-in (`booster_zero.engine.stand_ins`). A backward that raises
 leaves its round open, which other ranks wait in; it is finished before the next one begins.
@@ -436,10 +438,13 @@ class Reducer:
     def _keep(self, bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> None:
         """Add the gradient of a pause to those before; where it is wide, autograd does that in ``parameter.grad``."""
         self._has_local = True
-        if bucket.format.working not in NARROW and not self._stand_ins.has(slot.index):
+        if not bucket.adds_at_once and bucket.format.working not in NARROW and not self._stand_ins.has(slot.index):
             return
         gradient = self._gradient_of(slot, parameter)
         assert gradient is not None, "asked for a gradient that is not there"
+        if bucket.adds_at_once:
+            bucket.add_gradient(slot.index, gradient)
+            return
         before = self._local.get(slot.index)
         self._local[slot.index] = gradient if before is None else _sum(before, gradient)
 
@@ -447,6 +452,10 @@ class Reducer:
         """Take a parameter's gradient, without a copy where it has the format that travels."""
         filling.taken.add(slot.index)
         gradient = self._gradient_of(slot, parameter)
+        if bucket.adds_at_once:
+            assert gradient is not None, "asked for a gradient that is not there"
+            bucket.add_gradient(slot.index, gradient)
+            return
         kept = self._local.pop(slot.index, None) if self._local else None
         if kept is not None:
             gradient = kept if gradient is None else _sum(kept, gradient)
