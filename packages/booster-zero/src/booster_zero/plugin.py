@@ -211,7 +211,9 @@ class LowLevelZeroPlugin(Strategy):
                 for number in range(len(given))
             ]
             buckets = engine.layout.buckets
-            note_reductions(model, {bucket.format.wire for bucket in buckets}, context.device)
+            sent = {bucket.format.wire for bucket in buckets}
+            is_rounded = any(bucket.averages_at_once for bucket in buckets)
+            note_reductions(model, sent, context.device, is_rounded=is_rounded)
         else:
             refuse_all_gradients(model)
         for parameter in model.parameters():  # those that are not reduced
@@ -229,9 +231,7 @@ class LowLevelZeroPlugin(Strategy):
         From stage 2 on each is reduced into its shard, and the last backward averages over the replicas of shards.
         """
         optimizer = model.boosted_optimizer
-        # One rank's shard is the whole, which takes gradients as they are.
-        is_split = isinstance(optimizer, ShardedOptimizer) and optimizer.engine.ranks.shard_size > 1
-        return keeping_gradients(optimizer) if self.config.stage == 1 and is_split else keeping_shards(optimizer)
+        return keeping_gradients(optimizer) if self.config.stage == 1 else keeping_shards(optimizer)
 
     def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""

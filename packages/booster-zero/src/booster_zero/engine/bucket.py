@@ -646,6 +646,11 @@ class Bucket:
         return not self.memory.moves and self.ranks.shard_size == 1 and self.format.device == self.format.step_device
 
     @property
+    def averages_at_once(self) -> bool:
+        """Whether `start_reduction` averages over the replicas, too; else that is left for the end of all rounds."""
+        return self.adds_at_once and self.ranks.replica_group is not None
+
+    @property
     def scratch_numel(self) -> int:
         """Number of elements that `start_reduction` receives from other ranks, but for what it receives in place."""
         size = self.ranks.shard_size
@@ -704,7 +709,7 @@ class Bucket:
             # What was averaged before would be rounded again in each further round.
             wire = self.format.wire if self._is_summed else self.format.master
             self.has_gradient, self._is_summed = True, False
-            return Pending() if self.ranks.replica_group is None else self._start_average(wire)
+            return self._start_average(wire) if self.averages_at_once else Pending()
         is_first = not self.has_gradient
         self._placed_gradient()
         self.has_gradient = self._is_summed = True
