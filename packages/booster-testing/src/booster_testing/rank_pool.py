@@ -5,7 +5,6 @@ Worker ``i`` serves rank ``i`` of every call. A worker in an unknown state is re
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import multiprocessing
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -267,7 +266,8 @@ def the_pool() -> Pool:
     global _pool  # noqa: PLW0603 - workers are shared by all tests of a process
     if _pool is None:
         _pool = Pool()
-        atexit.register(close_ranks)
+        # Of multiprocessing, which waits for its processes before `atexit` has its turn, if that comes at all.
+        util.Finalize(None, close_ranks, exitpriority=1)
     return _pool
 
 
@@ -275,7 +275,6 @@ def close_ranks() -> None:
     """End the worker processes, if there are any; the next call starts new ones."""
     global _pool  # noqa: PLW0603 - workers are shared by all tests of a process
     if _pool is not None:
-        atexit.unregister(close_ranks)
         _pool.close()
         _pool = None
 
