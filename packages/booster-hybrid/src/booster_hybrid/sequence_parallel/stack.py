@@ -102,8 +102,7 @@ class Stack(SplitModuleList):
         self.num_attentions = 0
         self.mixers = Mixers()
         self.wholes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._cut: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
-        self._absent_cut: Tensor | None = None
+        self._cut: tuple[weakref.ref[Tensor], Callable[[], Tensor | None]] | None = None
 
     def cut(self, hidden: Tensor) -> Tensor:
         """Return this rank's positions of whole hidden states."""
@@ -153,7 +152,8 @@ class Stack(SplitModuleList):
             if dim is None:
                 return value
             found = layout.take(value, dim, self.group.rank)
-            self.wholes[found] = value
+            if not is_absent(found):  # in whose place nothing could be put while a weak reference is there
+                self.wholes[found] = value
             return found
 
         return part((), values) if isinstance(values, torch.Tensor) else pytree.tree_map_with_path(part, values)
@@ -230,9 +230,8 @@ class Stack(SplitModuleList):
         if self._cut is not None and self._cut[0]() is states and (known := self._cut[1]()) is not None:
             return known
         part = self.layout(self.key_length).take(states, 1, self.group.rank)
-        self._cut = weakref.ref(states), weakref.ref(part)
         # Of what another stage has, the next layer must get the same one, for which the stage has received values.
-        self._absent_cut = part if is_absent(part) else None
+        self._cut = weakref.ref(states), (lambda: part) if is_absent(part) else weakref.ref(part)
         return part
 
 
