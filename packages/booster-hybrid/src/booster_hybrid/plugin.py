@@ -139,6 +139,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         **{name: f"pass `loss_scale=LossScaleConfig({name}=...)`" for name in OF_LOSS_SCALE},
         **OF_PRECISION,
         **OF_MODEL,
+        "inner_ring_size": "leave it out: keys go round one ring of all `sp_size` ranks",
         **dict.fromkeys(
             ("scheduler_nodes", "enable_metadata_cache", "overlap_p2p"), "leave it out: the pipeline finds out"
         ),

@@ -139,7 +139,8 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _can_leave(tensor: Tensor) -> bool:
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    is_known = type(tensor) in (torch.Tensor, nn.Parameter) or getattr(tensor, "has_plain_memory", False)
+    is_plain = is_known and tensor.layout is torch.strided
     if not is_plain or is_absent(tensor):
         return False
     return 0 < tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()  # else it has no values

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from booster_core import Booster
-    from booster_core.state.replica_digests import Place
+    from booster_core.state import Place
 
 
 @dataclass

@@ -55,7 +55,7 @@ from booster_core.state.regions import (
     span_of,
     unpack,
 )
-from booster_core.state.replica_digests import check_equal_replicas, replica_digests
+from booster_core.state.replica_digests import Place, check_equal_replicas, replica_digests
 from booster_core.state.replicated import Replica, ReplicatedStateAdapter, balanced_shards
 from booster_core.state.scheduler import scheduler_from_json, scheduler_state, scheduler_to_json
 from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
@@ -71,6 +71,7 @@ __all__ = [
     "OptimizerInfo",
     "ParamGroup",
     "PartView",
+    "Place",
     "Region",
     "Replica",
     "ReplicatedStateAdapter",

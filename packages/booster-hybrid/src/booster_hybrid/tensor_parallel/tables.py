@@ -42,6 +42,7 @@ class SplitTable(nn.Parameter):
     """
 
     table_name: str = "weight"
+    has_plain_memory = True
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

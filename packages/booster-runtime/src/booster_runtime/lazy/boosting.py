@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from booster_core.errors import ConfigError, LazyInitError
 from booster_core.plugin import as_tuple, place_model, rebind
 from booster_runtime.lazy.holders import find_elsewhere
-from booster_runtime.lazy.host import compare_hosts, shards_from_host
+from booster_runtime.lazy.host import StateOnHost, compare_hosts, shards_from_host
 from booster_runtime.lazy.recording import Recording, ReplaySource, fill_elsewhere, is_lazy, take_recording
 from booster_runtime.sharding.broadcast import agree_on_values, send_first
 from booster_runtime.sharding.ranks import raised_on_all
@@ -75,7 +75,8 @@ def hollow_objects(
         model: A lazy model, or one for which `shards_from_host` holds; its lazy tensors, or its parameters, become
             tensors of the device with one element of memory each, which a strategy may give other memory by
             ``.data = ...``.
-        optimizer: Its optimizer, or several, which keep their hold on the parameters.
+        optimizer: Its optimizer, or several, which keep their hold on the parameters. State of a parameter's shape that
+            is on the host stays there, for `HostedOptimizer.adopt` to cut.
         device: Where the model will run.
         policy: Precision to bring to what has values; see `place_model`.
 
@@ -85,11 +86,16 @@ def hollow_objects(
     Collective: every rank of the world, where the model has tensors with values.
     """
     optimizers = as_tuple(optimizer)
+    states = [StateOnHost(each) for each in optimizers]
+    for state in states:
+        state.take()
     recording = take_recording(model, device)
     for each in optimizers:
         rebind(each, recording.replaced)
     hollow = recording.name_of
     place_model(model, optimizers, device, policy, hollow)
+    for state in states:
+        state.give_back(recording.replaced)
     send_first(each.data for each in (*model.parameters(), *model.buffers()) if id(each) not in hollow)
     return recording
 

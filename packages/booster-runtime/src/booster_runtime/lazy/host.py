@@ -5,7 +5,7 @@ Moved whole, a model that is larger than a device would end in `boost`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -13,9 +13,13 @@ from torch import nn
 from booster_core.state import box_numel, full_box, slices_of
 from booster_runtime.lazy.holders import find_parameters
 from booster_runtime.sharding.broadcast import send_first
+from booster_runtime.sharding.hosting import is_cut
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
+
+    from torch import Tensor
+    from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext
     from booster_core.ranks import Together
@@ -54,6 +58,45 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     )
     is_dense = parameter.device.type == "cpu" and parameter.layout == torch.strided and not is_expanded
     return is_dense and type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor
+
+
+class StateOnHost:
+    """Optimizer state that exists before `boost`, kept on the host until this rank's part is cut.
+
+    There is some after training or loading before `boost`, and always for Adagrad.
+
+    Args:
+        optimizer: The user's optimizer, whose parameters are on the host.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._kept: dict[Tensor, dict[str, Tensor]] = {}
+
+    def take(self) -> None:
+        """Take state of a parameter's shape out of the optimizer; what is left is small, and may go anywhere."""
+        for parameter, state in self._optimizer.state.items():
+            if not isinstance(state, dict) or not isinstance(parameter, torch.Tensor):
+                continue
+            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            large = {
+                key: value
+                for key, value in tensors.items()
+                if value.device.type == "cpu" and is_cut(key, value, parameter.shape)
+            }
+            for key in large:
+                del state[key]
+            self._kept[parameter] = large
+
+    def give_back(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Give the optimizer the state that was taken, as it is.
+
+        Args:
+            replaced: Parameters that are other objects by now, and those in their place.
+        """
+        for parameter, large in self._kept.items():
+            self._optimizer.state[replaced.get(cast("nn.Parameter", parameter), parameter)].update(large)
+        self._kept = {}
 
 
 class HostSource:
