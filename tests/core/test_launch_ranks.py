@@ -61,7 +61,7 @@ def test_launching_again_at_the_same_port(run, slow):
 
 def test_processes_that_have_launched_differently_often(run):
     body = """
-    if rank == 0:  # of an older run, after which rank 1 was started anew
+    if rank == 0:  # of an older run, after which the process of rank 1 was replaced
         launch(0, 1, "localhost", port, verbose=False)
         shutdown()
     c = launch(rank, 2, "localhost", port, timeout_seconds=10, verbose=False)

@@ -310,7 +310,7 @@ def test_released_weights_are_read_lazily_and_saved_whole(kind, tmp_path):
 
 
 def generate_and_adapt(kind: str, targets: list[str]) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
     whole = whole_model_of(kind).eval()
     prompt = batch_of(0, 0)["input_ids"]
     expected = whole.generate(prompt, max_new_tokens=5, do_sample=False, use_cache=True)

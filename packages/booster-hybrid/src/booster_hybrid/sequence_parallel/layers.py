@@ -7,6 +7,7 @@ are put together. In between, and where backward computes a layer again, the lis
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
@@ -100,7 +101,7 @@ HIDDEN_STATES = "hidden_states"
 """What layers call their own hidden states, where these are not the first positional argument."""
 
 
-class SplitModuleList:
+class SplitModuleList(ABC):
     """A list of layers of which each rank computes some positions, and what is done before and after each layer.
 
     A model that leaves its first layer out would give whole sequences to layers which work on parts, and one that
@@ -124,13 +125,13 @@ class SplitModuleList:
         self._length_of: dict[int, int] = {}
         self._is_running, self._is_split = False, False
 
+    @abstractmethod
     def cut(self, hidden: Tensor) -> Tensor:
         """Return this rank's positions of whole hidden states."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join(self, hidden: Tensor) -> Tensor:
         """Return whole hidden states, given this rank's positions. Collective: the group."""
-        raise NotImplementedError
 
     def cut_others(
         self, module: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -139,10 +140,10 @@ class SplitModuleList:
         del module, hidden
         return args, kwargs
 
-    def check_length(self, length: int) -> None:
+    def check_length(self, length: int) -> None:  # noqa: B027 - not every list has something to check
         """Check that sequences of a length can be split."""
 
-    def check_output(self, module: nn.Module, hidden: Tensor) -> None:
+    def check_output(self, module: nn.Module, hidden: Tensor) -> None:  # noqa: B027 - as above
         """Check what a layer has done, given what it returned."""
 
     def note_masks(self, arguments: Iterable[Any]) -> bool:
