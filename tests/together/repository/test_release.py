@@ -30,6 +30,11 @@ def git(folder, *arguments):
     return done.stdout
 
 
+MINOR = Version(workspace.read_toml(ROOT / "packages" / "booster-core" / "pyproject.toml")["project"]["version"]).minor
+NEXT, AFTER_NEXT = f"0.{MINOR}.7", f"0.{MINOR}.8"
+"""Further releases of what is here, whose packages have one minor version."""
+
+
 @pytest.fixture(scope="module")
 def committed(tmp_path_factory):
     """Return a repository with the packages of this one, committed."""
@@ -68,12 +73,12 @@ def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):
     git(copy, "commit", "--quiet", "--message", "Sums")
     others = git(copy, "ls-files", "packages/booster-gemini")
     released = workspace.read_toml(zero / "pyproject.toml")["project"]["version"]
-    command = [sys.executable, "tools/release.py", "booster-zero", "0.1.7"]
+    command = [sys.executable, "tools/release.py", "booster-zero", NEXT]
     done = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert 'version = "0.1.7"' in (zero / "pyproject.toml").read_text()
+    assert f'version = "{NEXT}"' in (zero / "pyproject.toml").read_text()
     changelog = (zero / "CHANGELOG.md").read_text()
-    title, _, rest = changelog.partition("\n## 0.1.7 (")
+    title, _, rest = changelog.partition(f"\n## {NEXT} (")
     rest, _, before = rest.partition("\n## ")
     assert before.startswith(f"{released} (")
     assert title.startswith("# Changelog of booster-zero")
@@ -84,16 +89,16 @@ def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):
     assert [path.name for path in (zero / "changelog.d").iterdir()] == ["README.md"]
     assert git(copy, "ls-files", "packages/booster-gemini") == others
     assert git(copy, "status", "--porcelain") == ""
-    assert git(copy, "tag", "--points-at", "HEAD").split() == ["booster-zero-v0.1.7"]
-    assert git(copy, "log", "--format=%s").splitlines() == ["Release booster-zero 0.1.7", "Sums", "Begin"]
-    with tarfile.open(copy / "dist" / "booster_zero-0.1.7.tar.gz") as archive:
-        assert "booster_zero-0.1.7/tests/zero/test_zero_config.py" in archive.getnames()
-    with zipfile.ZipFile(copy / "dist" / "booster_zero-0.1.7-py3-none-any.whl") as wheel:
-        assert "Version: 0.1.7" in wheel.read("booster_zero-0.1.7.dist-info/METADATA").decode()
-    with pytest.raises(release.ReleaseError, match=r"booster-zero 0\.1\.7 is released already; 0\.1\.7 is not newer"):
-        release.check("booster-zero", "0.1.7", copy)
+    assert git(copy, "tag", "--points-at", "HEAD").split() == [f"booster-zero-v{NEXT}"]
+    assert git(copy, "log", "--format=%s").splitlines() == [f"Release booster-zero {NEXT}", "Sums", "Begin"]
+    with tarfile.open(copy / "dist" / f"booster_zero-{NEXT}.tar.gz") as archive:
+        assert f"booster_zero-{NEXT}/tests/zero/test_zero_config.py" in archive.getnames()
+    with zipfile.ZipFile(copy / "dist" / f"booster_zero-{NEXT}-py3-none-any.whl") as wheel:
+        assert f"Version: {NEXT}" in wheel.read(f"booster_zero-{NEXT}.dist-info/METADATA").decode()
+    with pytest.raises(release.ReleaseError, match=f"booster-zero {NEXT} is released already; {NEXT} is not newer"):
+        release.check("booster-zero", NEXT, copy)
     with pytest.raises(release.ReleaseError, match=r"no fragments, so nothing has changed"):
-        release.check("booster-zero", "0.1.8", copy)
+        release.check("booster-zero", AFTER_NEXT, copy)
 
 
 def tell(copy, name, text):
@@ -107,18 +112,18 @@ def test_a_minor_release_of_core_is_one_command(copy):
     """Those that need core admit it, with a fragment that makes a release of their own possible."""
     pytest.importorskip("towncrier", reason="towncrier writes the changelog; install the dependency group `test`")
     tell(copy, "booster-core", "More hooks.")
-    command = [sys.executable, "tools/release.py", "booster-core", "0.2.0"]
+    command = [sys.executable, "tools/release.py", "booster-core", f"0.{MINOR + 1}.0"]
     done = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     others = [name for name in workspace.PACKAGES if name != "booster-core"]
     assert f"release them next, so that they can be installed with it: {', '.join(others)}." in done.stdout
     assert git(copy, "status", "--porcelain") == ""
     for manifest in [*copy.glob("packages/*/pyproject.toml"), *copy.glob("examples/*/pyproject.toml")]:
-        needed = re.search(r'"booster-core>=0\.1(\.\d+)?,<(0\.\d+)"', manifest.read_text())
-        assert manifest.parent.name == "booster-core" or needed[2] == "0.3"
-    release.check("booster-zero", "0.1.7", copy)
-    assert not release.refusing("booster-core", Version("0.2.7"), copy)
-    assert [str(requirement) for _, requirement in release.refusing("booster-core", Version("0.3.0"), copy)]
+        needed = re.search(r'"booster-core>=0\.\d+(\.\d+)?,<(0\.\d+)"', manifest.read_text())
+        assert manifest.parent.name == "booster-core" or needed[2] == f"0.{MINOR + 2}"
+    release.check("booster-zero", NEXT, copy)
+    assert not release.refusing("booster-core", Version(f"0.{MINOR + 1}.7"), copy)
+    assert [str(requirement) for _, requirement in release.refusing("booster-core", Version(f"0.{MINOR + 2}.0"), copy)]
 
 
 def test_releases_that_are_refused(copy):
@@ -131,4 +136,4 @@ def test_releases_that_are_refused(copy):
         release.check("booster-core", "0.0.9", copy)
     (copy / "notes.txt").write_text("half done")
     with pytest.raises(release.ReleaseError, match=r"The checkout has changes[\s\S]*notes\.txt"):
-        release.check("booster-zero", "0.1.7", copy)
+        release.check("booster-zero", NEXT, copy)
