@@ -304,7 +304,11 @@ class Mixing(torch.nn.Module):
 def compare_mixing(options, kind):
     expected = build("window")
     if kind == "own layer":
-        expected.model.layers[1] = MixingLayer(expected.model.layers[1])
+        expected.model.layers[1] = MixingLayer(expected.model.layers[1], 1.0)
+        boost(expected, options)
+    if kind == "own layer, a little, beside a part":
+        expected.model.layers[0].mlp = Mixing(expected.model.layers[0].mlp)
+        expected.model.layers[1] = MixingLayer(expected.model.layers[1], 1e-4)
         boost(expected, options)
     expected.model.layers[1].mlp = Mixing(expected.model.layers[1].mlp)
     records = Records()
@@ -327,16 +331,17 @@ def test_parts_of_layers_that_convolve_positions_run_on_whole_sequences(options,
 class MixingLayer(torch.nn.Module):
     """A layer whose own code sees other positions."""
 
-    def __init__(self, layer):
+    def __init__(self, layer, weight):
         super().__init__()
-        self.layer = layer
+        self.layer, self.weight = layer, weight
 
     def forward(self, hidden_states, **given):
-        return self.layer(hidden_states + hidden_states.cumsum(1), **given)
+        return self.layer(hidden_states + self.weight * hidden_states.cumsum(1), **given)
 
 
-def test_layers_whose_own_code_sees_other_positions_are_refused():
-    expect_on_ranks(ConfigError, "changes what MistralForCausalLM computes", compare_mixing, 2, RING, "own layer")
+@pytest.mark.parametrize("kind", ["own layer", "own layer, a little, beside a part"])
+def test_layers_whose_own_code_sees_other_positions_are_refused(kind):
+    expect_on_ranks(ConfigError, "changes what MistralForCausalLM computes", compare_mixing, 2, RING, kind)
 
 
 def with_flex_attention():
