@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from booster_core import Booster
+from booster_core.errors import ConfigError
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
@@ -66,6 +67,32 @@ def train(plugin_class, options, precision):
     for number in range(2, 4):
         step(number)
     return {**read, **whole_model(booster, model)}
+
+
+def halve(plugin_class, options):
+    """Halve all parameters as under any plugin, or return what the error names."""
+    torch.manual_seed(0)
+    booster = Booster("cpu", plugin=plugin_class(**options))
+    model, *_ = booster.boost(tiny_llama(num_hidden_layers=2))
+    try:
+        with model.whole_parameters(writes=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    except ConfigError as error:
+        return str(error)
+    return whole_model(booster, model)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "gemini", "zero3"])
+def test_whole_parameters_can_be_written_under_every_plugin(name):
+    (expected,) = run_on_ranks(halve, 1, SingleDeviceStrategy, {})
+    for found in run_on_ranks(halve, 2, *PLUGINS[name]):
+        assert_same_tensors(found, expected, tolerance_for(torch.float32))
+
+
+def test_parts_of_layers_are_not_taken_for_whole_ones():
+    for found in run_on_ranks(halve, 2, *PLUGINS["tp2"]):
+        assert "with gathered(booster, model, names, writes=True)" in found
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "pp2", "zero3")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +150,13 @@ def leave_out_packed(plugin: str, kind: str, path: str) -> list[bool]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), LAYERS[kind]().requires_grad_(False))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    with boosted.whole_parameters(writes=True) if hasattr(boosted, "whole_parameters") else nullcontext():
+    with boosted.whole_parameters(writes=True):
         trained = [parameter.detach().clone() for parameter in boosted.unwrap()[0].parameters()]
     booster.save_checkpoint(path, step=1, model=boosted, optimizer=optimizer, save_frozen=False)
     booster.backward(boosted(torch.ones(2, 8)).sum(), optimizer)
     optimizer.step()
     booster.load_checkpoint(path, model=boosted, optimizer=optimizer)
-    with boosted.whole_parameters() if hasattr(boosted, "whole_parameters") else nullcontext():
+    with boosted.whole_parameters():
         return list(map(torch.equal, trained, boosted.unwrap()[0].parameters()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from booster_runtime.local_state import refuse_pickle
 from booster_zero import ShardedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -80,6 +81,26 @@ class HybridModel(ShardedModel):
             CheckpointError: Always.
         """
         refuse_pickle()
+
+    @contextlib.contextmanager
+    def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
+        """Have all parameters whole for a block, as `ShardedModel.whole_parameters` does, where no layer is split.
+
+        Args:
+            writes: Keep what the block writes into them.
+
+        Raises:
+            ConfigError: If tensor or expert parallel ranks, or stages, have parts of the model.
+        """
+        if self.local.splits or self.local.expert_splits or self.stages is not None:
+            msg = (
+                "Each rank has a part of the model's layers, so that `whole_parameters` can't have all of them whole "
+                "here. Take those that you need by their names: `from booster_runtime import gathered`, and "
+                "`with gathered(booster, model, names, writes=True) as tensors:` on every rank."
+            )
+            raise ConfigError(msg)
+        with super().whole_parameters(writes=writes):
+            yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``.

@@ -498,9 +498,9 @@ class BoostedRun(Run):
         return {key: value for key, value in found.items() if value.numel() > 1}
 
     def whole_parameters(self) -> AbstractContextManager[Any]:
-        """Return the model's context where it has one."""
-        whole = getattr(self.model, "whole_parameters", None)
-        return contextlib.nullcontext() if whole is None else whole(writes=True)
+        """Return the model's context."""
+        context: AbstractContextManager[Any] = self.model.whole_parameters(writes=True)
+        return context
 
     def double_gradient(self, name: str) -> None:
         """Double a gradient by name, if there is one."""

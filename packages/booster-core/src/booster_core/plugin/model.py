@@ -6,6 +6,7 @@ A strategy subclasses it where its forward differs.
 
 from __future__ import annotations
 
+import contextlib
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -192,6 +193,17 @@ class ModelWrapper(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers under their names in the user's model."""
         return unwrap_model(self).named_buffers(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
+        """Have all parameters of the user's model whole on every rank for the block, as they are here at any time.
+
+        Args:
+            writes: Strategies that shard parameters keep what the block writes into them only where this is set. It
+                must be the same on every rank.
+        """
+        del writes
+        yield
 
     def __getattr__(self, name: str) -> Any:
         try:
