@@ -233,10 +233,10 @@ def test_a_background_save_has_the_values_of_its_call(tmp_path):
 class Widening(nn.Module):
     """Skips a layer on one rank."""
 
-    def __init__(self):
+    def __init__(self, widths):
         super().__init__()
         torch.manual_seed(1)
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, each), nn.Linear(each, 256)) for each in widths)
 
     def forward(self, x, skipped):
         for index, layer in enumerate(self.layers):
@@ -244,16 +244,17 @@ class Widening(nn.Module):
         return x.mean()
 
 
-def use_other_layers():
+def use_other_layers(widths):
     booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=3))
-    net = Widening()
+    net = Widening(widths)
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     booster.backward(model(inputs(0, 0), dist.get_rank()), optimizer)
     optimizer.step()
 
 
-def test_ranks_that_use_other_layers_raise():
+@pytest.mark.parametrize("widths", [[256] * 4, [256, 64, 128, 32]], ids=["of one size", "of other sizes"])
+def test_ranks_that_use_other_layers_raise(widths):
     match = (
         r"used the model's parameters in different orders.*Run the same modules on every rank, or use `zero_stage=2`"
     )
-    expect_on_ranks(ConfigError, match, use_other_layers, 2)
+    expect_on_ranks(ConfigError, match, use_other_layers, 2, widths)

@@ -227,9 +227,10 @@ class Chosen(nn.Module):
         return self.exit(x)
 
 
-def use_another_module_later(of_ranks, replica_size):
+def use_another_module_later(of_ranks, replica_size, *, as_on_devices=True):
     """Let ranks part, with experts of one size."""
     booster, model, optimizer = boost(Chosen(), max_prefetch=0, replica_size=replica_size)
+    model.gatherer.order._compares_first = not as_on_devices
     for number in range(3):
         expert = of_ranks[dist.get_rank()] if number == 2 else 0
         booster.backward(model(torch.ones(1, WIDTH), [expert]).sum(), optimizer)
@@ -244,9 +245,15 @@ def test_ranks_that_part_later_are_told_of_the_first_difference_before_they_step
     first = r"was that of 'experts\.0\.\w+' on rank \d, that of 'experts\.2\.\w+' on rank 1\."
     if replica_size > 1:
         first = r"was that of 'experts\.2\.\w+' on rank 2, that of 'experts\.0\.\w+' on rank 3\."
-    match = rf"have gathered different ones together.*Gather \d+ since the last step {first} .*or pass `leaf_class`"
+    match = rf"or have gathered, different ones.*Gather \d+ since the last step {first} .*or pass `leaf_class`"
     expect_on_ranks(ConfigError, match, use_another_module_later, len(of_ranks), of_ranks, replica_size)
 
 
-def test_replicas_may_use_other_modules_than_each_other():
-    run_on_ranks(use_another_module_later, 4, [0, 0, 2, 2], 2)
+def test_ranks_on_cpus_are_told_before_they_gather_what_has_other_sizes():
+    match = r"Now rank 0 that of 'experts\.0\.\w+', rank 1 that of 'experts\.1\.\w+'\. .*or pass `leaf_class`"
+    expect_on_ranks(ConfigError, match, use_another_module_later, 2, [0, 1], 1, as_on_devices=False)
+
+
+@pytest.mark.parametrize("as_on_devices", [True, False])
+def test_replicas_may_use_other_modules_than_each_other(as_on_devices):
+    run_on_ranks(use_another_module_later, 4, [0, 0, 2, 2], 2, as_on_devices=as_on_devices)

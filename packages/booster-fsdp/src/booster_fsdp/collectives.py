@@ -83,10 +83,7 @@ class _OfUnit:
             ConfigError: If they do.
         """
         number = hash((self.verb == "gathers", self._number, numel))  # the same on every rank, as numbers' hashes are
-        told = torch.tensor([number, ~number])
-        collectives.all_reduce(told, dist.ReduceOp.MAX, group).wait()
-        largest, complement = told.tolist()
-        if largest != ~complement:
+        if not collectives.same_on_all(number, group):
             own = f"{self.verb} {numel} elements of {repr(self._name) if self._name else 'the model itself'}"
             trained = trained_of([self._unit])
             of_ranks = collectives.all_gather_object((own, self._number, bytes(trained.values())), group)

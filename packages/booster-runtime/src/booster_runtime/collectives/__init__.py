@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from booster_core.ranks import OBSERVERS
@@ -41,6 +42,7 @@ __all__ = [
     "made_by",
     "new_groups",
     "reduce_scatter",
+    "same_on_all",
     "sum_into",
 ]
 
@@ -137,6 +139,23 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: ProcessGroup 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
     return _transport(group).all_reduce(tensor, op)
+
+
+def same_on_all(number: int, group: ProcessGroup | None) -> bool:
+    """Return whether all ranks of a group give the same number. Call it with the host's ranks: it waits.
+
+    gloo ends a process where ranks gather tensors of different sizes, so they tell each other before what they gather.
+
+    Args:
+        number: Of at most 63 bits and a sign.
+        group: The ranks; ``None`` for all.
+
+    Collective: every rank of ``group``.
+    """
+    told = torch.tensor([number, ~number])
+    all_reduce(told, dist.ReduceOp.MAX, group).wait()
+    largest, complement = told.tolist()
+    return bool(largest == ~complement)
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup | None = None) -> Pending:

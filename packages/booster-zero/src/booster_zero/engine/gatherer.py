@@ -141,7 +141,7 @@ class Gatherer:
         for unit in self._whole_layers(formats) if units is None else units:
             self.layout.add({index: every[index] for index in unit}, {index: formats[index] for index in unit})
         self.layout.make = self._maker(())  # the layout writes to buckets that take the place of others
-        self.order = OrderCheck(self.ranks, self.layout.names, remedy)
+        self.order = OrderCheck(self.ranks, self.layout.names, remedy, next(iter(formats.values())).device)
         self._enumerate()
 
     def _whole_layers(self, formats: Mapping[int, Format]) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """`OrderCheck`: ranks compare in every step what they have gathered together since the last one.
 
 Ranks that gather different buckets compute with wrong values. A digest among the flags that they send anyway tells.
-Where buckets differ in size, or one rank gathers more than the others, the backend ends the process, or the monitor
-names the ranks that wait for each other.
+Where buckets differ in size, gloo would end the process before that: on CPUs each gather is compared before it begins.
+On devices, the monitor names the ranks that wait for each other.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
@@ -35,20 +37,33 @@ class OrderCheck:
         ranks: These ranks.
         names: Of the parameters, by number.
         remedy: What to do where the data chooses which modules run, for the error.
+        device: Where the buckets are.
     """
 
-    def __init__(self, ranks: ShardingRanks, names: Mapping[int, str], remedy: str) -> None:
+    def __init__(self, ranks: ShardingRanks, names: Mapping[int, str], remedy: str, device: torch.device) -> None:
         self._ranks, self._names, self._remedy = ranks, names, remedy
+        self._compares_first = device.type == "cpu" and ranks.shard_size > 1
         self._digest = 0
         self._first: list[int] = []  # gathers since the last step, by the first parameter
         self._compared: list[int] = []
 
     def note(self, bucket: Bucket) -> None:
-        """Note that a bucket is gathered."""
+        """Note that a bucket is gathered.
+
+        Raises:
+            ConfigError: On CPUs, if another rank gathers another one.
+
+        Collective: on CPUs, every rank of the shard group.
+        """
         number = bucket.plan.slots[0].index
         self._digest = hash((self._digest, number))  # the same on every rank, as numbers' hashes are
         if len(self._first) < _MOST_KEPT:
             self._first.append(number)
+        if self._compares_first and not collectives.same_on_all(number, self._ranks.gathering):
+            of_ranks = collectives.all_gather_object(number, self._ranks.gathering)
+            told = [f"rank {rank} that of {self._names[each]!r}" for rank, each in enumerate(of_ranks)]
+            where = f" Now {', '.join(told[:_SHOWN])}."
+            raise self._error(where)
 
     def flags(self) -> bytes:
         """Return a digest of the gathers since the last call, and its complement, at the place of this replica.
@@ -83,12 +98,14 @@ class OrderCheck:
         for rank, (replica, gathers) in enumerate(collectives.all_gather_object(own, self._ranks.holders)):
             by_replica[replica][rank] = gathers
         where = next((told for told in map(self._first_difference, by_replica.values()) if told), "")
-        msg = (
-            "Ranks used the model's parameters in different orders, so that they have gathered different ones "
-            f"together, and computed with wrong values.{where} Call forward, `generate` and `state_dict` on every "
-            f"rank, not under `if rank == 0`. {self._remedy}"
+        raise self._error(where)
+
+    def _error(self, where: str) -> ConfigError:
+        return ConfigError(
+            "Ranks used the model's parameters in different orders, so that they would gather, or have gathered, "
+            f"different ones together, and compute with wrong values.{where} Call forward, `generate` and `state_dict` "
+            f"on every rank, not under `if rank == 0`. {self._remedy}"
         )
-        raise ConfigError(msg)
 
     def _first_difference(self, of_ranks: Mapping[int, list[int]]) -> str:
         """Return what is told of the first gather that was not the same on some ranks; nothing if all were."""
