@@ -147,11 +147,21 @@ GONE_ON = replace(
     overdue=None,
     knows_groups=True,
 )
+RAISED = {"broken": Point("forward", 6, (0, 1)), "error": "ValueError: bad"}
+GATHERS = at("forward", 6, (0, 1), seconds=6.0)
+LEFT = replace(at("forward", 6, (0, 1)), **RAISED)
+MEETS = replace(at("next call", 1, (0, 1), seconds=6.0, forward=6), **RAISED)
 
 
 @pytest.mark.parametrize(
     ("records", "words"),
     [
+        (
+            [GATHERS, LEFT],
+            "rank 1 left `forward` #6 by an exception that its script caught, and rank 0 waits in `forward` #6: ValueE",
+        ),
+        ([GATHERS, MEETS], "rank 1 left `forward` #6 by an exception that its script caught, and rank 0 waits in `for"),
+        ([at("step", 5, seconds=6.0, forward=6), LEFT], "caught, and rank 0 waits in `step` #5: ValueError: bad"),
         ([SAVES, ("ended", at("step", 5))], "rank 1 ended normally while rank 0 waits in `save_model` #1, which it"),
         ([torchs(4), ("ended", torchs(3))], "rank 1 ended normally while rank 0 waits in `all_reduce` of 4 Float, num"),
         ([SAVES, STEPS], "calls: rank 0 waits in `save_model` #1, and rank 1 waits in `backward` #6."),
@@ -209,6 +219,10 @@ def test_ranks_that_wait_for_what_never_comes_are_named(records, words):
         (torchs(3, group="gloo:1"), torchs(9, group="gloo:2", _1=3)),
         (torchs(3, group="gloo:1"), torchs(9, group="gloo:2", knows=False)),
         (torchs(4), SAVES),
+        (replace(GATHERS, seconds=4.0), LEFT),  # not for long
+        (MEETS, LEFT),  # both have left it
+        (at("step", 5, seconds=6.0, forward=5), LEFT),  # has not come to it
+        (at("forward", 6, (0, 2), seconds=6.0), LEFT),  # waits for rank 2 alone
     ],
 )
 def test_ranks_that_may_still_come_are_waited_for(mine, other):

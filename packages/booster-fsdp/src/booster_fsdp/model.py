@@ -41,6 +41,7 @@ class FSDPModel(ModelWrapper):
     gradients: ShardedGradients
     lays_out = True
     replaces_parameters = True
+    gathers_in_forward = True
 
     def __init__(
         self,

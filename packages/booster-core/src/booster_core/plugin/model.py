@@ -55,6 +55,8 @@ class ModelWrapper(nn.Module):
     """Why its state can't be read now, such as while it is offloaded."""
     replaces_parameters: ClassVar[bool] = False
     """Whether it puts other objects in their place, of the same names and shapes."""
+    gathers_in_forward: ClassVar[bool] = False
+    """Whether ranks wait for each other in forward."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a strategy's own forward run the user's model."""
@@ -154,7 +156,7 @@ class ModelWrapper(nn.Module):
         """
         if torch.compiler.is_compiling():  # Dynamo would graph-break on the timer
             return self._forward(*args, **kwargs)
-        with NamedCall("forward"):
+        with NamedCall("forward", is_alone=not self.gathers_in_forward):
             return self._forward(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

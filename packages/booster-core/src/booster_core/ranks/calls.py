@@ -2,19 +2,21 @@
 
 A `NamedCall` notes in `PROGRESS` how far this process has come through the calls that all ranks make: a few attribute
 writes and no communication. Only when a collective inside of it has timed out is the monitor asked where the others
-are. An observer, such as a profiler, sees every call that begins while it is there. Without one, it costs one test.
+are. If an exception ends it, the monitor hears of that, too, and ends those that wait for this rank in it. An observer,
+such as a profiler, sees every call that begins while it is there. Without one, it costs one test.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from booster_core.errors import BoosterError, ConfigError, MissingRanksError
+from booster_core.errors import BoosterError, ConfigError, MissingRanksError, name_ranks
 from booster_core.ranks.world import PROGRESS, current_world
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
+
+    from booster_core.ranks.world import BrokenCall
 
 _TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 LOST_PEER = re.compile(
@@ -133,17 +137,33 @@ class ObservedCall:
 class NamedCall(ObservedCall):
     """Context around a call with collectives: if they time out, raise an error that names the ranks that did not come.
 
-    The calls of each name are counted, so every rank that takes part makes it equally often, in the same order.
+    The calls of each name are counted, so every rank that takes part makes it equally often, in the same order. Where
+    an exception ends one, ranks meet before the next, because collectives that one rank has left out would be paired
+    with later ones of the others.
+
+    Args:
+        name: The call as the user knows it.
+        ranks: The ranks that take part; by default, all.
+        is_alone: Whether a rank may leave the call by an exception, as no other waits for it there.
+        **described: As for `ObservedCall`.
 
     Raises:
         ConfigError: While a CUDA graph is captured; see `refuse_capture`.
-        MissingRanksError: In place of torch's timeout.
+        MissingRanksError: In place of torch's timeout, and after a call that has raised here alone.
     """
 
-    __slots__ = ("_count", "_start")
+    __slots__ = ("_count", "_is_alone", "_start")
+
+    def __init__(
+        self, name: str, ranks: Sequence[int] | None = None, *, is_alone: bool = False, **described: Any
+    ) -> None:
+        super().__init__(name, ranks, **described)
+        self._is_alone = is_alone
 
     def __enter__(self) -> None:
         refuse_capture(self.name)
+        if PROGRESS.broken is not None and threading.current_thread() is threading.main_thread():
+            _meet_after(PROGRESS.broken)
         if OBSERVERS:
             self._show()
         self._count = PROGRESS.enter(self.name, self.ranks)
@@ -156,7 +176,11 @@ class NamedCall(ObservedCall):
             if error is None:
                 PROGRESS.finish(self.name)
                 return
-            PROGRESS.leave(self.name)
+            is_alone = self._is_alone or threading.current_thread() is not threading.main_thread()
+            if isinstance(error, Exception) and not isinstance(error, StopIteration) and not is_alone:
+                PROGRESS.break_off(self.name, error)
+            else:
+                PROGRESS.leave(self.name)
             if isinstance(error, RuntimeError) and not isinstance(error, BoosterError):
                 self._explain(error)
         finally:
@@ -181,3 +205,33 @@ class NamedCall(ObservedCall):
             missing = world.monitor.describe_missing(self.name, self._count, self.ranks, only_ended=True)
             if missing is not None:
                 raise MissingRanksError(missing) from error
+
+
+def _meet_after(broken: BrokenCall) -> None:
+    """Meet the ranks of a call that has raised here: they go on together only if it has raised on all of them.
+
+    Raises:
+        MissingRanksError: If they do not come.
+
+    Collective: the ranks of that call.
+    """
+    world = current_world()
+    ranks = tuple(broken.ranks or range(world.world_size))
+    if not broken.may_repeat and world.store is not None and len(ranks) > 1:
+        name = f"next call after `{broken.name}` has raised"
+        PROGRESS.enter(name, ranks)
+        PROGRESS.is_waiting = True
+        try:
+            world.meeting_of(ranks).meet(name, timeout_seconds=world.timeout_seconds)
+        except MissingRanksError as missing:
+            msg = (
+                f"`{broken.name}` #{broken.number} has raised on this rank, but not on all of {name_ranks(ranks)}, "
+                f"which wait for what it left out: {broken.error}. Let the exception end the run, or catch it where it "
+                "is raised on every rank."
+            )
+            raise MissingRanksError(msg) from missing
+        finally:
+            PROGRESS.is_waiting = False
+            PROGRESS.leave(name)
+        PROGRESS.finish(name)
+    PROGRESS.broken = None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
+from booster_core.errors import BoosterError
 from booster_core.ranks.environments import local_rank_of_launcher
 from booster_core.ranks.meeting import Meeting, Meetings
 
@@ -105,12 +106,32 @@ class World:
         return meetings.of_ranks[ranks]
 
 
-class Progress:
-    """The calls that this process has entered and finished."""
+@dataclass(frozen=True)
+class BrokenCall:
+    """A call with collectives that an exception ended on this rank, which may owe the other ranks some of them.
 
-    __slots__ = ("call", "counts", "is_finished", "is_waiting", "last", "ranks")
+    Args:
+        name: The call.
+        number: Which of its name it is.
+        ranks: The ranks that make it; ``None`` for all.
+        error: The exception, in words.
+        may_repeat: Whether it is Booster's own, which is raised on all ranks, or before anything is sent.
+    """
+
+    name: str
+    number: int
+    ranks: Sequence[int] | None
+    error: str
+    may_repeat: bool
+
+
+class Progress:
+    """The calls that this process has entered and finished, and the one that has ended in an exception since."""
+
+    __slots__ = ("broken", "call", "counts", "is_finished", "is_waiting", "last", "ranks")
 
     def __init__(self) -> None:
+        self.broken: BrokenCall | None = None
         self.counts: dict[str, int] = {}
         self.call: tuple[str, int] | None = None
         self.ranks: Sequence[int] | None = None
@@ -143,6 +164,13 @@ class Progress:
         """Note that the last call ``name`` is not waited in any more, however it went."""
         if self.call is not None and self.call[0] == name:
             self.call = self.ranks = None
+
+    def break_off(self, name: str, error: Exception) -> None:
+        """Note that the last call ``name`` has raised, unless another call is around it, whose code may catch that."""
+        if self.call is not None and self.call == (name, self.counts[name]):
+            words = f"{type(error).__name__}: {error}"
+            self.broken = BrokenCall(*self.call, self.ranks, words, may_repeat=isinstance(error, BoosterError))
+        self.leave(name)
 
     def clear(self) -> None:
         """Forget everything: a new process group begins."""
@@ -320,7 +348,7 @@ def close_world() -> None:
     global _world
     if _world.monitor is not None and _world.monitor.is_failing:
         return
-    closing, _world = _world, World()
+    closing, _world, PROGRESS.broken = _world, World(), None
     if closing.is_current:
         for callback in reversed(closing.at_close):
             callback()

@@ -67,6 +67,8 @@ class Record:
         seconds: For how long it has stood still there; 0 where it does not wait.
         overdue: The collective in which it has waited until the time limit, if it has.
         knows_groups: Whether groups without a count have had no collective on this rank.
+        broken: The call that an exception has ended, which the script has caught, if any.
+        error: That exception.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -76,11 +78,14 @@ class Record:
     seconds: float = 0.0
     overdue: Point | None = None
     knows_groups: bool = False
+    broken: Point | None = None
+    error: str = ""
 
     @classmethod
     def parse(cls, message: Mapping[str, Any]) -> Record:
         """Return the record whose ``vars`` a rank has sent."""
-        points = {name: None if message[name] is None else parse_point(message[name]) for name in ("last", "overdue")}
+        single = ("last", "overdue", "broken")
+        points = {name: None if message[name] is None else parse_point(message[name]) for name in single}
         return cls(**{**message, **points, "waits": [parse_point(each) for each in message["waits"]]})
 
     def has_come(self, point: Point) -> bool:
@@ -167,7 +172,7 @@ class FailureDetector:
             for point in record.waits:
                 points[point].append(rank)
         ended = next((text for point, ranks in points.items() if (text := self.ended(point, ranks))), None)
-        if text := ended or self._find_crossed(points, waits):
+        if text := ended or self._find_broken(waits) or self._find_crossed(points, waits):
             self._fail(text)
         for record in waits.values():
             if record.overdue is not None:
@@ -207,6 +212,26 @@ class FailureDetector:
         for rank in sorted(self._alive - self._gone.keys() - {failed}):
             lowest.setdefault(self._hosts[rank], rank)
         return {rank: {"text": text, "reports_for_host": rank in lowest.values()} for rank in sorted(self._alive)}
+
+    def _find_broken(self, waits: Mapping[int, Record]) -> str | None:
+        """Say which rank has left a call by an exception alone: others came to it, and wait there or in a later one."""
+        for rank in sorted(self._alive):
+            left = self._record(rank).broken
+            waiting = [] if left is None else [each for each in waits if self._waits_after(left, each, rank)]
+            if waiting:
+                return (
+                    f"rank {rank} left {left} by an exception that its script caught, and {name_ranks(waiting)} "
+                    f"{_verb(waiting, 'wait')} in {waits[waiting[0]].waits[0]}: {self._record(rank).error}\n"
+                    "Booster: Let an exception end the run, or catch one that every rank raises."
+                )
+        return None
+
+    def _waits_after(self, left: Point, other: int, rank: int) -> bool:
+        """Return whether another rank, which came to the call that ``rank`` left, has waited for that for a while."""
+        record = self._record(other)
+        is_patient = record.seconds >= _MISMATCH_SECONDS and record.broken is None
+        is_part = is_patient and other in self._members(left) and record.has_come(left)
+        return is_part and any(rank in self._members(point) for point in record.waits)
 
     def _find_crossed(self, points: Mapping[Point, list[int]], waits: Mapping[int, Record]) -> str | None:
         """Say which ranks have waited for a while where another has not come that waits where they have not."""

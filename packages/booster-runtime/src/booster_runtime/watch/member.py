@@ -113,7 +113,7 @@ class Monitor:
         self._recording = Recording()
         self._recorded_state: object = None
         self._standstill = StallTimer()
-        self._sent_at, self._sent_place = 0.0, (PROGRESS.last, PROGRESS.is_finished)
+        self._sent_at, self._sent_place = 0.0, _place()
         self.gone: dict[int, str] = {}
         """The ranks that had ended when rank 0 did, and how; empty while that serves."""
         self._thread = threading.Thread(target=self._listen, name="booster monitor", daemon=True)
@@ -165,8 +165,7 @@ class Monitor:
         self._is_reporting = True
         text = f"{type(error).__name__}: {error}"
         self._write_error_file(text, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
-        shortened = text if len(text) <= _MAX_TEXT_CHARS else f"{text[:_MAX_TEXT_CHARS]} ..."
-        self._tell("failed", text=shortened)
+        self._tell("failed", text=_shortened(text))
         threading.Thread(target=self._end_failed, name="booster end", daemon=True).start()
         return True
 
@@ -255,7 +254,7 @@ class Monitor:
 
     def _look(self) -> None:
         """See whether this rank stands still, and say where it is: now and then, and more often where it waits."""
-        now, place = time.monotonic(), (PROGRESS.last, PROGRESS.is_finished)
+        now, place = time.monotonic(), _place()
         in_flight = self._recorder.numbers_in_flight()
         is_noted = PROGRESS.is_waiting or WAITS.is_in_one
         state = (place, PROGRESS.call, WAITS.number, is_noted, in_flight) if is_noted or in_flight else None
@@ -346,11 +345,16 @@ class Monitor:
             self._connection.sendall(encode(message))
 
 
+def _place() -> object:
+    """Return what changes when this process comes to another place."""
+    return PROGRESS.last, PROGRESS.is_finished, PROGRESS.broken
+
+
 def _progress(recording: Recording | None = None, seconds: float = 0.0) -> Record:
     """Return how far this process has come."""
-    recording, now, ranks = recording or Recording(), time.monotonic(), PROGRESS.ranks
-    call, last = PROGRESS.call, PROGRESS.last
-    calls = [] if call is None else [Point(*call, None if ranks is None else tuple(ranks))]
+    recording, now = recording or Recording(), time.monotonic()
+    call, last, broken = PROGRESS.call, PROGRESS.last, PROGRESS.broken
+    calls = [] if call is None else [_point(*call, PROGRESS.ranks)]
     if PROGRESS.is_waiting and last is not None and last != call:  # all ranks meet inside of the call
         calls.append(Point(*last))
     expired = (point for point, expiry in recording.waits.items() if expiry is not None and expiry <= now)
@@ -362,7 +366,17 @@ def _progress(recording: Recording | None = None, seconds: float = 0.0) -> Recor
         seconds=seconds,
         overdue=next(expired, None),
         knows_groups=recording.is_whole,
+        broken=None if broken is None else _point(broken.name, broken.number, broken.ranks),
+        error="" if broken is None else _shortened(broken.error),
     )
+
+
+def _point(name: str, number: int, ranks: Sequence[int] | None) -> Point:
+    return Point(name, number, None if ranks is None else tuple(ranks))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT_CHARS else f"{text[:_MAX_TEXT_CHARS]} ..."
 
 
 def _end_process() -> NoReturn:
