@@ -1,13 +1,17 @@
-"""Pipelines on devices: a host that waits for all of its streams in the middle of a batch stops nobody."""
+"""Pipelines on devices: messages come while others compute, and a host that waits for all streams stops nobody."""
 
+import math
 from unittest import mock
 
 import device_smoke
 import pytest
+import simulated_device as sim
 import torch
 import torch.distributed as dist
 from device_smoke import Case
-from simulated_device import NAME, run_on_devices
+from simulated_device import NAME, Rates, run_on_devices
+
+from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
 
 CASES = {
     "1f1b": {"pp_size": 2, "num_microbatches": 4},
@@ -52,3 +56,51 @@ def test_a_host_that_waits_for_the_device_stops_no_pipeline(style, rank, simulat
     limits = {"timeout_seconds": 240.0, "group_timeout_seconds": 30.0}
     for losses, expected in run_on_devices(train, 2, simulated_device, Case("hybrid", CASES[style]), rank, **limits):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+SIDE, SECONDS = 32, 10.0
+RATES = Rates(flops=2 * SIDE**3 / SECONDS, memory_bytes=math.inf, link_bytes=math.inf)
+
+
+class _Watched(P2PChannel):
+    """Computes with each tensor as soon as it is there, in a stream of its own."""
+
+    def _ask(self, tensor, sender):
+        work, tensor = super()._ask(tensor, sender)
+        if tensor.device.type != "cpu":
+            with torch.Stream(tensor.device):
+                work.wait()
+                tensor @ tensor
+        return work, tensor
+
+
+def receives(sizes):
+    """Return when the last work ends where a rank computes between what it expects and what it receives."""
+    device, rank = torch.device(NAME), dist.get_rank()
+    link = _Watched(["x"], range(2), rank, make_channels([range(2)]), device)
+    link.connect()
+    torch.accelerator.synchronize()
+    ends = []
+    for number, size in enumerate(sizes):
+        value = torch.full((size, SIDE), number + 1.0)
+        if rank == 0:
+            link.send({"x": value.to(device)}, 1)
+            continue
+        weight = torch.ones(SIDE, SIDE, device=device)
+        link.expect(0)
+        torch.accelerator.synchronize()
+        sim.start_timeline(RATES)
+        weight @ weight
+        received = link.receive(0)
+        ends.append(sim.times()[0])
+        torch.accelerator.synchronize()
+        assert torch.equal(received["x"].cpu(), value)
+    link.finish()
+    return ends
+
+
+def test_tensors_of_usual_shapes_come_while_what_was_started_before_is_computed(simulated_device):
+    # The third message is the first whose shape is known ahead; each takes 10 s to be computed with, as what is
+    # started before it does.
+    found = run_on_devices(receives, 2, simulated_device, [SIDE] * 4)[1]
+    assert found == pytest.approx([2 * SECONDS, 2 * SECONDS, SECONDS, SECONDS])

@@ -7,15 +7,17 @@ own (`make_channels`): on devices a group works off its messages one by one, in 
 that what a rank sends would wait for what it has asked for ahead, and ranks for each other in a circle.
 Headers travel on the CPU where the groups have a backend for it, so that reading one does not stop the device.
 
-Large tensors travel only when the receiver has given them room. So that they do while it computes, it asks for them
-before their header has come, in the shapes of the message of that kind before, if that was like the one before it, too;
-the sender knows of that. Where it then has something else to send, it fills what was asked for with anything, and sends
-the right tensors after it.
+Large tensors travel only when the receiver has given them room. So that they do while it computes, there is room for
+them before their header has come, in the shapes of the message of that kind before, if that was like the one before it,
+too. On the CPU they are asked for at once; the sender knows of that, and where it then has something else to send, it
+fills what was asked for with anything, and sends the right tensors after it.
 
-On devices a rank asks for tensors only when their header has come. One that is asked for ahead occupies a stream until
-the sender has come so far, for which it may need what this rank's host has still to start; and all streams can hold up
-a host: where memory is freed or pinned, where a kernel is loaded at its first use, where a user synchronizes the
-device. Then both would wait for ever.
+On devices a rank's host asks for tensors when their header has come, which leaves when the sender has started them. One
+that is asked for before that occupies a stream until the sender has come so far, for which it may need what this rank's
+host has still to start; and all streams can hold up a host: where memory is freed or pinned, where a kernel is loaded
+at its first use, where a user synchronizes the device. Then both would wait for ever. As hosts are ahead of their
+devices, tensors travel while the device computes what was started before all the same: in a stream of their own, which
+waits only for what had been started when there was room for them.
 
 A rank that has failed sends headers that say so in place of what it owes, so that nobody waits for it.
 """
@@ -32,6 +34,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError
 from booster_core.state import byte_view
 from booster_runtime.collectives import WAITS, new_groups
+from booster_runtime.memory import CopyStream
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -116,12 +119,23 @@ class _ShapeHint:
 
 @dataclass
 class _Expected:
-    """A message that is expected: its header, if that was asked for, and the tensors that it is taken to have."""
+    """A message that is expected: its header, if that was asked for, and room for the tensors that it is taken to have.
+
+    Args:
+        kind: As its sender gives it.
+        layout: What follows its header, as far as that can be told.
+        header: What it is waited for by, and where it comes.
+        rooms: Memory for what follows.
+        works: What that is waited for by, where it was asked for.
+        is_free: Comes when a device uses the memory no longer.
+    """
 
     kind: Hashable
     layout: Layout
     header: tuple[Any, Tensor] | None
-    tensors: deque[tuple[Any, Tensor]] = field(default_factory=deque)
+    rooms: list[Tensor]
+    works: list[Any] = field(default_factory=list)
+    is_free: torch.Event | None = None
 
 
 class P2PChannel:
@@ -148,6 +162,7 @@ class P2PChannel:
         has_cpu = all("cpu:" in dist.get_backend_config(group) for group in channels.values())
         self._header_device = torch.device("cpu") if has_cpu else device
         self._asks_ahead = device.type == "cpu"
+        self._receives = CopyStream(device)
         self._sent: dict[SendHandle, None] = {}
         self._expected: dict[int, deque[_Expected]] = {}
         self._usual_to: dict[int, _ShapeHint] = {rank: _ShapeHint() for rank in range(len(ranks))}
@@ -183,15 +198,16 @@ class P2PChannel:
         follow = [given[name] for name in self._names if name in given and given[name].numel()]
         layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in follow)
         asked = self._usual_to[to].of(kind) if self._asks_ahead else ()
-        rows = [(tensors is None, layout == asked), *(_described(given.get(name)) for name in self._names)]
-        header = torch.tensor([[*row, *[0] * (_FIELDS - len(row))] for row in rows])
-        parts = [self._start(header.to(self._header_device), to)]
+        rows = [(tensors is None,), *(_described(given.get(name)) for name in self._names)]
+        header = torch.tensor([[*row, *[0] * (_FIELDS - len(row))] for row in rows]).to(self._header_device)
+        parts = [tensor.detach().contiguous() for tensor in follow]
         if layout != asked:
-            parts += [self._start(torch.zeros(shape, dtype=dtype, device=self._device), to) for dtype, shape in asked]
-        parts += [self._start(tensor.detach().contiguous(), to) for tensor in follow]
+            parts = [torch.zeros(shape, dtype=dtype, device=self._device) for dtype, shape in asked] + parts
+        # Apart from tensors, a header tells that these have been started.
+        parts = [header, *parts] if self._header_device == self._device else [*parts, header]
         if tensors is not None:
             self._usual_to[to].note(kind, layout)
-        sent = SendHandle(parts)
+        sent = SendHandle([self._start(part, to) for part in parts])
         self._sent[sent] = None
         return sent
 
@@ -202,11 +218,13 @@ class P2PChannel:
             sender: Position of the rank. All that was expected of it before must have been received.
             kind: As the sender gives it to `send`.
         """
-        layout = self._usual_from[sender].of(kind) if self._asks_ahead else ()
+        layout = self._usual_from[sender].of(kind)
         header = self._ask_header(sender) if self._header_device.type == "cpu" else None
-        expected = _Expected(kind, layout, header)
-        for dtype, shape in layout:
-            expected.tensors.append(self._ask(torch.empty(shape, dtype=dtype, device=self._device), sender))
+        expected = _Expected(kind, layout, header, self._rooms(layout))
+        if self._asks_ahead:
+            expected.works = [self._ask(room, sender)[0] for room in expected.rooms]
+        elif layout:
+            expected.is_free = torch.accelerator.current_stream(self._device).record_event()
         self._expected.setdefault(sender, deque()).append(expected)
 
     def receive(self, sender: int) -> dict[str, Tensor] | None:
@@ -224,31 +242,36 @@ class P2PChannel:
         work, header = expected.header or self._ask_header(sender)
         with WAITS:
             work.wait()
-        (has_failed, is_as_expected, *_), *rows = header.tolist()
-        if not is_as_expected:
-            while expected.tensors:
-                expected.tensors.popleft()[0].wait()
+        (has_failed, *_), *rows = header.tolist()
+        found = {
+            name: (bool(is_differentiable), _DTYPES[dtype], tuple(sizes[:num_dims]))
+            for name, (is_present, is_differentiable, dtype, num_dims, *sizes) in zip(self._names, rows, strict=True)
+            if is_present
+        }
+        layout = tuple((dtype, shape) for _, dtype, shape in found.values() if 0 not in shape)
+        rooms, works = expected.rooms, expected.works
+        if layout != expected.layout:
+            for each in works:  # what fills the room
+                each.wait()
+            rooms = self._rooms(layout)
+            works = [self._ask(room, sender)[0] for room in rooms]
+        elif not self._asks_ahead:
+            self._receives.wait(expected.is_free)
+            with self._receives.own_order():
+                works = [self._ask(room, sender)[0] for room in rooms]
+        with WAITS:
+            for each in works:
+                each.wait()
         if has_failed:
             return None
-        tensors: dict[str, tuple[Tensor, bool]] = {}
-        follow: list[tuple[Any, Tensor]] = []
-        for name, (is_present, is_differentiable, dtype, num_dims, *sizes) in zip(self._names, rows, strict=True):
-            if not is_present:
-                continue
-            if expected.tensors and 0 not in sizes[:num_dims]:
-                follow.append(expected.tensors.popleft())
-                tensor = follow[-1][1]
-            else:
-                tensor = torch.empty(sizes[:num_dims], dtype=_DTYPES[dtype], device=self._device)
-                if tensor.numel():
-                    follow.append(self._ask(tensor, sender))
-            tensors[name] = (tensor, bool(is_differentiable))
-        with WAITS:
-            for each, _ in follow:
-                each.wait()
-        layout = tuple((tensor.dtype, tuple(tensor.shape)) for _, tensor in follow)
         self._usual_from[sender].note(expected.kind, layout)
-        return {name: tensor.requires_grad_(needs) for name, (tensor, needs) in tensors.items()}
+        filled = iter(rooms)
+        return {
+            name: (torch.empty(shape, dtype=dtype, device=self._device) if 0 in shape else next(filled)).requires_grad_(
+                is_differentiable
+            )
+            for name, (is_differentiable, dtype, shape) in found.items()
+        }
 
     def release(self, sent: SendHandle) -> None:
         """Return once a message has left, and keep its tensors alive no longer."""
@@ -259,6 +282,9 @@ class P2PChannel:
         """Return once everything that was sent has left."""
         for sent in [*self._sent]:
             self.release(sent)
+
+    def _rooms(self, layout: Layout) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in layout]
 
     def _start(self, tensor: Tensor, to: int) -> tuple[Any, Tensor]:
         group = self._channels[self._index, to]
