@@ -16,6 +16,7 @@ import errno
 import math
 import mmap
 import os
+import sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -54,7 +55,7 @@ _WINDOW_BYTES = 64 << 20
 """How much of a file is mapped at a time, unless one row is larger."""
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EBADF)
 """What ``posix_fallocate`` says without support. EBADF comes from glibc's emulation, which wants to read as well."""
-_begin_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux's
+_begin_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 if _begin_range is not None:
     _begin_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _SYNC_FILE_RANGE_WRITE = 2
