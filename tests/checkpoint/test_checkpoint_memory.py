@@ -60,7 +60,7 @@ def peaks_of_columns(folder):
     adapter = SyntheticAdapter(tensors, "columns", coordinator.rank, coordinator.world_size, states=())
     adapter.extra = {}
     io = EngineCalls(bucket_bytes=BUCKET)
-    with peak_memory() as saving:
+    with peak_memory(maps_files=True) as saving:
         io.save_model(adapter, folder / "m.safetensors")
     with peak_memory() as loading:
         io.load_model(adapter, folder / "m.safetensors")

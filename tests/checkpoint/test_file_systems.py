@@ -1,8 +1,12 @@
 """Saves on several file systems, and loads from a disk that fails."""
 
 import contextlib
+import errno
+import mmap
+import os
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from synthetic_state import SyntheticAdapter
 from tests.shared.fuse_mirror import mounted_mirror
 
 from booster_checkpoint.run.manifest import verify_folder
-from booster_core.errors import CheckpointUnreadableError
+from booster_core.errors import CheckpointError, CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
 
@@ -21,6 +25,7 @@ TENSORS = [
     ("embed.weight", (33, 20), torch.float32),
     ("layers.0.weight", (12, 18), torch.bfloat16),
     ("layers.2.bias", (61,), torch.float32),
+    ("columns.weight", (100, 6), torch.float32),
     ("count", (), torch.int64),
 ]
 
@@ -117,6 +122,33 @@ def test_training_state_on_a_file_system(use_async, file_system):
     root = file_system / "root"
     assert run_on_ranks(save_and_resume, 2, str(root), use_async) == [3, 3]
     verify_folder(root / "step-00000003")
+
+
+# ---- columns, which are written through a mapping where space can be reserved
+
+
+def save_columns(folder, code):
+    """Save where ``posix_fallocate`` fails by a code, if any; return how many mappings are written through."""
+    refusal = contextlib.nullcontext()
+    if code is not None:
+        refusal = mock.patch.object(os, "posix_fallocate", side_effect=OSError(code, os.strerror(code)))
+    with refusal, mock.patch.object(mmap, "mmap", wraps=mmap.mmap) as mappings:
+        save_every_form(folder)
+    return mappings.call_count
+
+
+@pytest.mark.parametrize("code", [None, errno.EOPNOTSUPP, errno.EBADF])
+def test_columns_are_written_through_mappings_of_reserved_space_alone(code, tmp_path):
+    """A write through a mapping that finds the disk full ends the process with SIGBUS; a plain write raises."""
+    assert all((count > 0) == (code is None) for count in run_on_ranks(save_columns, 2, str(tmp_path), code))
+    assert run_on_ranks(wrong_values, 2, str(tmp_path)) == [[], []]
+
+
+def test_a_disk_without_the_space_is_an_error_that_keeps_the_old_checkpoint(tmp_path):
+    run_on_ranks(save_every_form, 2, str(tmp_path))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    expect_on_ranks(CheckpointError, "The disk is full", save_columns, 2, str(tmp_path), errno.ENOSPC)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 # ---- a disk that fails

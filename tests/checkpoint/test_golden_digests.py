@@ -41,7 +41,7 @@ def save(function, world_size, folder, *args, at_url=False):
 
 
 @matrix(
-    ["one-False-False", "flat-True-False", "hosts-False-False", "columns-False-True"],
+    ["one-False-False", "flat-True-False", "hosts-False-False", "columns-False-False", "columns-False-True"],
     where=LAYOUTS,
     use_async=[False, True],
     at_url=[False, True],

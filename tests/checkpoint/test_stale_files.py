@@ -119,8 +119,8 @@ def test_both_kinds_in_one_save_are_marked_while_they_are_replaced(tmp_path, mon
 
     write()
     seen = []
-    sync = targets.sync_folder
-    monkeypatch.setattr(targets, "sync_folder", lambda folder: (seen.append(names(folder)), sync(folder)))
+    sync = targets.sync_folders
+    monkeypatch.setattr(targets, "sync_folders", lambda *folders: (seen.append(names(folders[0])), sync(*folders)))
     write()
     marks = {name for name in seen[0] if name.endswith(".interrupted")}
     assert marks == {".model.safetensors.index.json.interrupted", ".optimizer.safetensors.index.json.interrupted"}

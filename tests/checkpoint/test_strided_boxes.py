@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from booster_checkpoint.files.byte_file import ByteFile
-from booster_checkpoint.save.in_place import write_box
+from booster_checkpoint.save import in_place
 from booster_checkpoint.storage import locate, open_file
 from booster_checkpoint.storage.open_file import LocalFile
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointUnreadableError
@@ -60,14 +60,15 @@ def test_a_box_is_read_from_a_file(path, case, dtype, offset, window_bytes, gap_
 
 
 @settings(deadline=None)
-@given(case=boxes(), dtype=DTYPES, offset=OFFSETS)
-def test_a_box_is_written_into_a_file_and_nothing_else(path, case, dtype, offset):
+@given(case=boxes(), dtype=DTYPES, offset=OFFSETS, window_bytes=WINDOWS, is_mapped=st.booleans())
+def test_a_box_is_written_into_a_file_and_nothing_else(path, case, dtype, offset, window_bytes, is_mapped):
     shape, box = case
     before, whole = torch.zeros(shape, dtype=dtype), filled(shape, dtype)
     path.write_bytes(b"\xff" * offset + bytes(as_bytes(before)) + b"\xff" * 3)
-    with path.open("r+b", buffering=0) as file:
-        values = whole[slices_of(box)].contiguous()
-        write_box(file.fileno(), offset, shape, dtype.itemsize, box, as_bytes(values))
+    with pytest.MonkeyPatch.context() as patch, path.open("r+b", buffering=0) as file:
+        patch.setattr(in_place, "_WINDOW_BYTES", window_bytes)
+        values = as_bytes(whole[slices_of(box)].contiguous())
+        in_place.write_box(file.fileno(), offset, shape, dtype.itemsize, box, values, path if is_mapped else None)
     before[slices_of(box)] = whole[slices_of(box)]
     assert path.read_bytes() == b"\xff" * offset + bytes(as_bytes(before)) + b"\xff" * 3
 

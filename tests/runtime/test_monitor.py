@@ -17,7 +17,7 @@ from patience import unhindered_seconds
 
 from booster_core.errors import CheckpointError, RankFailedError
 from booster_core.ranks import PROGRESS, World
-from booster_runtime.watch import Monitor, start_monitor
+from booster_runtime.watch import MonitorMember, start_monitor
 from booster_runtime.watch import member as member_module
 from booster_runtime.watch import server as server_module
 from booster_runtime.watch.server import Server
@@ -232,7 +232,7 @@ def serve_one(*answers):
         connection = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     world = World(rank=1, world_size=2, timeout_seconds=5.0)
-    monitor = Monitor(world, connection, TOKEN, server=None, may_end_process=False, error_file=None)
+    monitor = MonitorMember(world, connection, TOKEN, server=None, may_end_process=False, error_file=None)
     for answer in ({"type": "welcome", "reports_for_host": True}, *answers):
         theirs.sendall(encode(answer))
     assert monitor.wait_for_welcome()

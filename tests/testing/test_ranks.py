@@ -126,6 +126,20 @@ def test_exception_has_its_rank_and_traceback():
     assert set(caught.value.exceptions) == {0, 1}
 
 
+def _fail_alike():
+    msg = "on all"
+    raise ValueError(msg)
+
+
+def test_tracebacks_that_are_alike_are_told_once_and_begin_with_the_function():
+    with pytest.raises(RankError) as caught:
+        run_on_ranks(_fail_alike, 2)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("on ranks 0, 1:") or lines[0].endswith("on ranks 1, 0:")
+    assert "_fail_alike" in lines[2]
+    assert len(lines) <= 6
+
+
 @pytest.mark.parametrize(
     ("error_type", "match", "complaint"),
     [

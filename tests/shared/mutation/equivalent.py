@@ -106,8 +106,6 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "not 0 <= start <= stop <= size for (start, stop), size in zip(self.box, self.global_shape, strict=True)",
             "True -> False",
         ): "the condition before it compares the two lengths",
-    },
-    "core/regions": {
         (
             "_cut",
             "if start < first_whole * row:",

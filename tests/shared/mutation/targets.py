@@ -68,11 +68,7 @@ TARGETS = {
     # boxes and ranges of shards, and what they have in common
     "core/shard": Target(
         "booster_core.state.shard",
-        ("core/test_shard.py",),
-    ),
-    "core/regions": Target(
-        "booster_core.state.regions",
-        ("core/test_state_regions.py",),
+        ("core/test_shard.py", "core/test_state_regions.py"),
     ),
     "checkpoint/owners": Target(
         "booster_checkpoint.save.owners",

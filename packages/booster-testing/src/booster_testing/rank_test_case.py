@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -55,18 +56,21 @@ class RankTestCase:
         Raises:
             RankError: If it raised on some rank.
         """
+        __tracebackhide__ = True
         key = function, arguments, again, *sorted(changes.items())
-        results: list[Any] = self.remembered(key, lambda: self.call(function, self.training(**changes), *arguments))
+        results: list[Any] = self.remembered(key, partial(self.call, function, self.training(**changes), *arguments))
         return results
 
     def raises(
         self, error: type[Exception], match: str, function: Callable[..., Any], *arguments: Any, **changes: Any
     ) -> None:
         """Assert that ``function(training, *arguments)`` raises an error on every rank, with a message that matches."""
+        __tracebackhide__ = True
         self.ranks().expect(error, match, function, self.training(**changes), *arguments)
 
     def call(self, function: Callable[..., Any], *arguments: Any, world_size: int | None = None) -> list[Any]:
         """Call ``function(*arguments)`` on every rank and return the results; other sizes get a new group."""
+        __tracebackhide__ = True
         if world_size in (None, self.world_size):
             return self.ranks().call(function, *arguments, timeout_seconds=_TIMEOUT_SECONDS)
         settings: dict[str, Any] = {"backend": self.backend, "prepare": type(self).prepare}
@@ -81,6 +85,7 @@ class RankTestCase:
 
     def remembered(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` returned when this class asked for the key first."""
+        __tracebackhide__ = True
         kit = type(self)
         if "results" not in vars(kit):
             kit.results = {}

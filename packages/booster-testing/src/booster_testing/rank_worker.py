@@ -354,7 +354,10 @@ def _pack(error: BaseException) -> Failure:
     with contextlib.suppress(Exception):
         pickled = pickle.dumps(error)
         pickle.loads(pickled)  # noqa: S301 - some exceptions can be pickled but not unpickled
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next  # begins with the function that was called
+    text = "".join(traceback.format_exception(type(error), error, trace))
     if isinstance(error, AssertionError):
         text += _innermost_locals(error)
     return Failure(

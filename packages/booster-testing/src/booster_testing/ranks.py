@@ -97,6 +97,7 @@ def run_on_ranks(
 
     Collective: none; called in the test's process.
     """
+    __tracebackhide__ = True
     ranks = Ranks(world_size, group_timeout_seconds=group_timeout_seconds, backend=backend, prepare=prepare, name="")
     return ranks.call(fn, *args, timeout_seconds=timeout_seconds, **kwargs)
 
@@ -137,6 +138,7 @@ def expect_on_ranks(
 
     Collective: none; called in the test's process.
     """
+    __tracebackhide__ = True
     ranks = Ranks(world_size, group_timeout_seconds=group_timeout_seconds, backend=backend, prepare=prepare, name="")
     return ranks.expect(error_type, match, fn, *args, timeout_seconds=timeout_seconds, **kwargs)
 
@@ -177,6 +179,7 @@ class Ranks:
 
     def call(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank and return the results by rank; see `run_on_ranks`."""
+        __tracebackhide__ = True
         call = self._make_call(fn, args, kwargs)
         outcomes, leaks = _execute(call, timeout_seconds, _GRACE_SECONDS)
         if any(outcome.value is None for outcome in outcomes):
@@ -194,6 +197,7 @@ class Ranks:
         **kwargs: Any,
     ) -> list[BaseException | None]:
         """Assert that ``fn`` raises ``error_type`` on every rank; see `expect_on_ranks`."""
+        __tracebackhide__ = True
         call = self._make_call(fn, args, kwargs)
         outcomes, _ = _execute(call, timeout_seconds, timeout_seconds)
         if any(outcome.value is None and outcome.failure is None for outcome in outcomes):
@@ -427,14 +431,18 @@ def _exception(failure: Failure) -> BaseException | None:
 
 
 def _raise(name: str, outcomes: list[_Outcome], timeout_seconds: float) -> NoReturn:
-    """Raise an error with the failures of all ranks, the first cause first."""
+    """Raise an error with the failures of all ranks, the first cause first; those that are alike are told once."""
+    __tracebackhide__ = True
     failures = {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure is not None}
     deaths = {rank: outcome.death for rank, outcome in enumerate(outcomes) if outcome.death is not None}
     stacks = {rank: outcome.stack for rank, outcome in enumerate(outcomes) if outcome.stack is not None}
     order = sorted(failures, key=lambda rank: (_is_secondary(failures[rank]), failures[rank].at_seconds))
     exceptions = {rank: _exception(failures[rank]) for rank in order}
     parts = [f"the process of rank {rank} {death}" for rank, death in deaths.items()]
-    parts += [f"on rank {rank}:\n{failures[rank].text.rstrip()}" for rank in order]
+    ranks_of: dict[str, list[int]] = {}
+    for rank in order:
+        ranks_of.setdefault(failures[rank].text.rstrip(), []).append(rank)
+    parts += [f"on rank{'s' * (len(each) > 1)} {', '.join(map(str, each))}:\n{text}" for text, each in ranks_of.items()]
     parts += [f"rank {rank} was still running; its threads were at:\n{stack}" for rank, stack in stacks.items()]
     text = "\n\n".join(parts)
     cause = exceptions[order[0]] if order else None

@@ -33,7 +33,7 @@ from booster_checkpoint.storage.location import (
     Location,
     StoredLocation,
     locate,
-    sync_folder,
+    sync_folders,
     temporary_name,
     temporary_pattern,
 )
@@ -347,8 +347,7 @@ class LocalRun(_Run[LocalLocation]):
         # What is there of the same step stays until the new one is in place, and may then fail to be removed.
         name = new_step_name(step, self.root.children())
         _local(folder).path.rename(self.root.path / name)
-        sync_folder(self.root.path)
-        sync_folder(self.root.path.resolve().parent)
+        sync_folders(self.root.path, self.root.path.resolve().parent)
         return name
 
     @override

@@ -34,7 +34,7 @@ from booster_checkpoint.files.dcp import GROUPS, METADATA, SHAPES, STATE, read_t
 from booster_checkpoint.save.parts import MergedPart, ModelPart, OptimizerPart, Part
 from booster_checkpoint.save.plan import OwnedTensors, SpecTables
 from booster_checkpoint.storage import LocalLocation, locate
-from booster_checkpoint.storage.location import new_token, sync_folder, temporary_name, temporary_pattern
+from booster_checkpoint.storage.location import new_token, sync_folders, temporary_name, temporary_pattern
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.state import OptimizerInfo, TensorMeta, box_numel, box_shape, distinct, full_box, pack, regions_of
 
@@ -244,14 +244,14 @@ def clear_temporaries(path: Path) -> None:
 def _put_in_place(temporary: Path, path: Path) -> None:
     if not (path / METADATA).exists():  # nothing, or an empty folder
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync_folders(path.parent)
         return
     names = {entry.name for entry in temporary.iterdir()}
     for name in sorted(names - {METADATA}):
         (temporary / name).rename(path / name)
-    sync_folder(path)
+    sync_folders(path)
     (temporary / METADATA).replace(path / METADATA)
-    sync_folder(path)
+    sync_folders(path)
     temporary.rmdir()
     for entry in list(path.iterdir()):
         if entry.name not in names:

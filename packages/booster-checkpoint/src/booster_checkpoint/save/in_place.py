@@ -1,28 +1,39 @@
 """Saves of ranks on one host: each writes its ranges into files that rank 0 has created.
 
 Ranks of one host may write to the same files side by side, because they share a page cache. What is in other memory or
-of another dtype passes through a bucket, of which one half is written while the other is filled. Checksums are read
-back from the page cache while the disk works.
+of another dtype passes through a bucket, of which one half is written while the other is filled. The disk begins with
+what was written while more is written (`write_at`), and checksums are read back from the page cache while it ends.
+
+Writes to one file wait for each other. Columns of a matrix, which are thousands of short runs, go through a mapping
+instead, where ranks do not. A write through a mapping that finds the disk full would end the process, so the file's
+space is reserved first; where the file system can't do that (NFS before 4.2, most of FUSE, ramfs), runs are written.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import math
+import mmap
 import os
+import sys
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from booster_checkpoint.files.checksums import blocks_of_file
 from booster_checkpoint.save.fragments import fill_buckets, host_buffer
 from booster_checkpoint.storage import LocalLocation
-from booster_core.state import as_bytes, regions_of, runs_of
+from booster_core.state import as_bytes, box_shape, regions_of, runs_of, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     import torch
-    from typing_extensions import Self
 
     from booster_checkpoint.files.tensor_file import FileLayout
     from booster_checkpoint.save.fragments import DeviceCopies, Fragment
@@ -30,13 +41,24 @@ if TYPE_CHECKING:
     from booster_checkpoint.save.targets import FolderTarget
     from booster_core.state import Box
 
-_MAX_CALL_BYTES = 1 << 30
-"""Linux moves at most 2 GiB - 4 KiB per call."""
+_CALL_BYTES = 8 << 20
+"""How much is written by one call, after which the disk is told to begin with it."""
+_LEAST_BEGUN_BYTES = 1 << 20
+"""Of less, the disk is told at the end: its pages may be shared with what is written next."""
 _MOST_OPEN = 32
 """How many files are open at a time, however many a save writes."""
-_SYNC_BYTES = 32 << 20
-"""How much of a file is written before it is sent to disk while more is written, which leaves less for the end."""
-_to_disk = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
+_MOST_SYNCED = 8
+"""How many files are put on disk at once, which takes about as long as one of them."""
+_LEAST_RUNS = 64
+"""Fewer runs of a box are written one by one: a mapping costs about as much as twenty writes."""
+_WINDOW_BYTES = 64 << 20
+"""How much of a file is mapped at a time, unless one row is larger."""
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EBADF)
+"""What ``posix_fallocate`` says without support. EBADF comes from glibc's emulation, which wants to read as well."""
+_begin_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+if _begin_range is not None:
+    _begin_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 def write_in_place(job: WriteJob, target: FolderTarget) -> Sums:
@@ -56,19 +78,20 @@ def write_in_place(job: WriteJob, target: FolderTarget) -> Sums:
     def path_of(name: str) -> Path:
         return target.written(plan, name)
 
-    with session.together(f"{job.call} (write)", target.path, for_long=True, nbytes=job.plan.total_bytes):
-        paths = write_ranges(job, path_of)
     sums: Sums = {}
-    with (
-        session.together(f"{job.call} (sync)", target.path, for_long=True, nbytes=job.plan.total_bytes),
-        ThreadPoolExecutor(1, "checkpoint sync") as pool,
-    ):
-        syncing = pool.submit(_sync_files, paths)
-        if job.checksums:
-            sums = _read_back(job, path_of)
-        elif session.rank == 0:
-            sums = {file.name: (path_of(file.name).stat().st_size, ()) for file in plan.files}
-        syncing.result()
+    with closing(WrittenFiles()) as files:
+        with session.together(f"{job.call} (write)", target.path, for_long=True, nbytes=job.plan.total_bytes):
+            write_ranges(job, path_of, files)
+        with (
+            session.together(f"{job.call} (sync)", target.path, for_long=True, nbytes=job.plan.total_bytes),
+            ThreadPoolExecutor(1, "checkpoint sync") as pool,
+        ):
+            syncing = pool.submit(files.sync)
+            if job.checksums:
+                sums = _read_back(job, path_of)
+            elif session.rank == 0:
+                sums = {file.name: (path_of(file.name).stat().st_size, ()) for file in plan.files}
+            syncing.result()
     if not job.checksums:
         return sums
     merged: Sums = {}
@@ -97,15 +120,46 @@ def _read_back(job: WriteJob, path_of: Callable[[str], Path]) -> Sums:
     return sums
 
 
-def write_ranges(job: WriteJob, path_of: Callable[[str], Path]) -> list[Path]:
-    """Write this rank's fragments at their offsets, straight from their memory; `_sync_files` puts them on disk.
+class WrittenFiles:
+    """Files that this rank writes to; few are open at a time.
+
+    They stay open until they are on disk: the system tells of a failed write to whoever had the file open.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def descriptor(self, path: Path) -> int:
+        """Return the descriptor of a file that is there, open for writes alone."""
+        if path not in self._descriptors:
+            if len(self._descriptors) >= _MOST_OPEN:
+                self.sync()
+            self._descriptors[path] = os.open(path, os.O_WRONLY)
+        return self._descriptors[path]
+
+    def sync(self) -> None:
+        """Wait until all that was written is on disk.
+
+        Raises:
+            OSError: If it could not be written there.
+        """
+        with ThreadPoolExecutor(_MOST_SYNCED, "checkpoint sync") as pool:
+            list(pool.map(os.fsync, self._descriptors.values()))
+        self.close()
+
+    def close(self) -> None:
+        """Close files as they are."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+
+def write_ranges(job: WriteJob, path_of: Callable[[str], Path], files: WrittenFiles) -> None:
+    """Write this rank's fragments at their offsets, straight from their memory; `WrittenFiles.sync` puts them on disk.
 
     Args:
         job: What is written. Fragments in other memory or of another dtype pass through a bucket.
         path_of: Tells under which path a file of a name was created.
-
-    Returns:
-        The files that this rank has written to.
+        files: Where they are opened.
     """
     plan = job.plan
     buffers: deque[torch.Tensor] = deque(maxlen=2)
@@ -116,28 +170,21 @@ def write_ranges(job: WriteJob, path_of: Callable[[str], Path]) -> list[Path]:
         return buffers[-1]
 
     frames: dict[int, FileLayout] = {}
-    descriptors: dict[int, int] = {}
-    try:
-        with EarlySync() as early:
-            for ready in _when_copied(fill_buckets(job.fragments, next_buffer, copies_ready=False)):
-                for fragment in ready:
-                    index = plan.homes[fragment.part][fragment.key]
-                    if index not in frames:
-                        frames[index] = plan.files[index].frame()
-                    if index not in descriptors:
-                        while len(descriptors) >= _MOST_OPEN:
-                            os.close(descriptors.pop(next(iter(descriptors))))
-                        descriptors[index] = os.open(path_of(plan.files[index].name), os.O_WRONLY)
-                    offset, itemsize = frames[index].offsets[fragment.key], fragment.dtype.itemsize
-                    values = fragment.data.reshape(-1)
-                    for region in regions_of(fragment.box, fragment.flat):
-                        memory = as_bytes(values[region.start : region.start + region.numel])
-                        write_box(descriptors[index], offset, fragment.shape, itemsize, region.box, memory)
-                    early.note(descriptors[index], fragment.numel * itemsize)
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-    return [path_of(plan.files[index].name) for index in frames]
+    reserved: dict[int, bool] = {}
+    for ready in _when_copied(fill_buckets(job.fragments, next_buffer, copies_ready=False)):
+        for fragment in ready:
+            index = plan.homes[fragment.part][fragment.key]
+            if index not in frames:
+                frames[index] = plan.files[index].frame()
+            path, offset, shape = path_of(plan.files[index].name), frames[index].offsets[fragment.key], fragment.shape
+            descriptor, values = files.descriptor(path), fragment.data.reshape(-1)
+            for region in regions_of(fragment.box, fragment.flat):
+                memory = as_bytes(values[region.start : region.start + region.numel])
+                is_strided = region.numel >= _LEAST_RUNS * runs_of(shape, region.box)[1]
+                if is_strided and index not in reserved:
+                    reserved[index] = reserve(descriptor, frames[index].nbytes)
+                mapped = path if is_strided and reserved[index] else None
+                write_box(descriptor, offset, shape, fragment.dtype.itemsize, region.box, memory, mapped)
 
 
 def _when_copied(buckets: Iterable[tuple[list[Fragment], DeviceCopies | None]]) -> Iterator[list[Fragment]]:
@@ -156,61 +203,6 @@ def _when_copied(buckets: Iterable[tuple[list[Fragment], DeviceCopies | None]]) 
         yield held[0]
 
 
-class EarlySync:
-    """A thread that puts a file on disk each time that some more was written to it.
-
-    The system tells of a failed write to disk once, to whoever waits for it first: `close` raises what it told here.
-    """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "checkpoint early sync")
-        self._running: Future[None] | None = None
-        self._descriptor, self._num_bytes = -1, 0
-
-    def note(self, descriptor: int, num_bytes: int) -> None:
-        """Take note of a write.
-
-        Args:
-            descriptor: Of the file, open.
-            num_bytes: How much was written.
-
-        Raises:
-            OSError: If what was written before could not be put on disk.
-        """
-        if descriptor != self._descriptor:
-            self._descriptor, self._num_bytes = descriptor, 0
-        self._num_bytes += num_bytes
-        if self._num_bytes < _SYNC_BYTES or (self._running is not None and not self._running.done()):
-            return
-        self._settle()
-        self._num_bytes = 0
-        self._running = self._pool.submit(_sync, os.dup(descriptor))  # the writer may close its own meanwhile
-
-    def close(self) -> None:
-        """Wait for what is under way.
-
-        Raises:
-            OSError: As `note` does.
-        """
-        self._pool.shutdown()
-        self._settle()
-
-    def abandon(self) -> None:
-        """Wait for what is under way, whatever comes of it."""
-        self._pool.shutdown()
-
-    def _settle(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.abandon() if kind is not None else self.close()
-
-
 class LocalStream:
     """A file on a disk that is written from front to back; an older one is replaced.
 
@@ -220,50 +212,61 @@ class LocalStream:
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._early = EarlySync()
         self._position = 0
 
     def write(self, values: memoryview) -> None:
         """Append bytes."""
         write_at(self._descriptor, values, self._position)
         self._position += len(values)
-        self._early.note(self._descriptor, len(values))
+
+    def begin(self) -> None:
+        """Have the disk begin with it, which is not waited for."""
+        _begin(self._descriptor, 0, self._position)
 
     def finish(self) -> None:
         """Wait until all of it is on disk."""
-        self._early.close()
         os.fsync(self._descriptor)
         self.abandon()
 
     def abandon(self) -> None:
         """Close the file as it is; nothing happens the second time."""
-        self._early.abandon()
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _sync(descriptor: int) -> None:
+def reserve(descriptor: int, nbytes: int) -> bool:
+    """Set space aside for all of a file; return whether the file system can.
+
+    Args:
+        descriptor: The file, open for writes alone: else glibc would emulate the call by reads and writes, over what
+            other ranks write.
+        nbytes: Its size.
+
+    Raises:
+        OSError: If there is no space.
+    """
     try:
-        _to_disk(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_files(paths: Iterable[Path]) -> None:
-    """Wait until what was written to files is on disk."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _CANNOT_RESERVE:
+            raise
+        return False
+    except AttributeError:  # macOS has no such call
+        return False
+    return True
 
 
 def write_box(
-    descriptor: int, offset: int, shape: tuple[int, ...], itemsize: int, box: Box, values: memoryview
+    descriptor: int,
+    offset: int,
+    shape: tuple[int, ...],
+    itemsize: int,
+    box: Box,
+    values: memoryview,
+    mapped: Path | None = None,
 ) -> None:
-    """Write a box of a row-major tensor, run by run, next to ranks that write other boxes of it.
+    """Write a box of a row-major tensor, next to ranks that write other boxes of it.
 
     Args:
         descriptor: The file.
@@ -272,25 +275,62 @@ def write_box(
         itemsize: Bytes per element.
         box: The part to write; not empty.
         values: The values, row-major.
+        mapped: The file's path, to write by a mapping of space that is reserved; ``None`` to write run by run.
     """
-    starts, length = runs_of(shape, box)
-    nbytes = length * itemsize
-    for number, start in enumerate(starts):
-        write_at(descriptor, values[number * nbytes : (number + 1) * nbytes], offset + start * itemsize)
+    if mapped is None:
+        starts, length = runs_of(shape, box)
+        nbytes = length * itemsize
+        for number, start in enumerate(starts):
+            write_at(descriptor, values[number * nbytes : (number + 1) * nbytes], offset + start * itemsize)
+        return
+    # As bytes: NumPy copies runs of them, and other elements, which are unaligned in the file, one by one.
+    shape, box = (*shape, itemsize), (*box, (0, itemsize))
+    source = np.ndarray(box_shape(box), dtype=np.uint8, buffer=values)
+    (first, last), row_bytes = box[0], math.prod(shape[1:])
+    step = max(_WINDOW_BYTES // row_bytes, 1)
+    target = os.open(mapped, os.O_RDWR)
+    try:
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            begin, end = offset + start * row_bytes, offset + stop * row_bytes
+            base = begin - begin % mmap.ALLOCATIONGRANULARITY
+            with mmap.mmap(target, end - base, mmap.MAP_SHARED, offset=base) as mapping:
+                # Not in a variable: a mapping with views can't be closed.
+                np.copyto(
+                    np.ndarray((stop - start, *shape[1:]), dtype=np.uint8, buffer=mapping, offset=begin - base)[
+                        (slice(None), *slices_of(box[1:]))
+                    ],
+                    source[start - first : stop - first],
+                )
+    finally:
+        os.close(target)
 
 
 def write_at(descriptor: int, source: memoryview, offset: int) -> None:
-    """Write all of ``source`` at a byte offset of a file."""
+    """Write all of ``source`` at a byte offset of a file, and have the disk begin with it, which is not waited for."""
     while source:
-        written = os.pwrite(descriptor, source[:_MAX_CALL_BYTES], offset)
+        written = os.pwrite(descriptor, source[:_CALL_BYTES], offset)
+        if written >= _LEAST_BEGUN_BYTES:
+            _begin(descriptor, offset, written)
         source = source[written:]
         offset += written
 
 
+def _begin(descriptor: int, offset: int, nbytes: int) -> None:
+    """Have the disk begin with a range of a file, where the system can; what fails is told by the sync at the end."""
+    if _begin_range is not None:
+        _begin_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+
+
 def create_file(path: Path, frame: FileLayout) -> None:
-    """Write a file that is complete except for the tensors' values, for which it has room; an older one is replaced."""
+    """Write a file that is complete except for the tensors' values, for which it has room; an older one is replaced.
+
+    Its space is reserved where the file system can: it lies together then, and a full disk is found before any write.
+    """
     with path.open("wb") as stream:
         for offset, content in frame.pieces:
             stream.seek(offset)
             stream.write(content)
         stream.truncate(frame.nbytes)
+        stream.flush()
+        reserve(stream.fileno(), frame.nbytes)

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from booster_checkpoint.save.in_place import LocalStream, create_file
 from booster_checkpoint.storage import LocalLocation, StoredLocation, locate
-from booster_checkpoint.storage.location import sync_folder, temporary_name, temporary_pattern
+from booster_checkpoint.storage.location import sync_folders, temporary_name, temporary_pattern
 from booster_core.errors import CheckpointError
 from booster_core.log import ANY_RANK, log
 
@@ -112,7 +112,7 @@ class Target(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back threads; after `discard` where that is called."""
+        """Give back threads and files; after `discard` where that is called."""
 
 
 class FolderTarget(Target):
@@ -130,6 +130,7 @@ class FolderTarget(Target):
     def __init__(self, path: Path, *, is_fresh: bool = False, check: Callable[[], None] | None = None) -> None:
         super().__init__(path, is_fresh=is_fresh, check=check)
         self._made: list[Path] = []
+        self._texts: list[LocalStream] = []
         self._plan: SavePlan | None = None
         self._marks: tuple[str, ...] = ()
         self._present: set[str] = set()
@@ -151,12 +152,9 @@ class FolderTarget(Target):
         for file in plan.files if creates_files else ():
             create_file(self.written(plan, file.name), file.frame())
         for name, text in plan.texts.items():
-            stream = LocalStream(self.written(plan, name))
-            try:
-                stream.write(memoryview(text.encode()))
-                stream.finish()
-            finally:
-                stream.abandon()
+            self._texts.append(LocalStream(self.written(plan, name)))
+            self._texts[-1].write(memoryview(text.encode()))
+            self._texts[-1].begin()
 
     def _clear(self, plan: SavePlan) -> None:
         """Remove what a killed save of the same checkpoint has left."""
@@ -176,6 +174,8 @@ class FolderTarget(Target):
 
     @override
     def announce(self, plan: SavePlan, sums: Sums) -> None:
+        with ThreadPoolExecutor(_MOST_THREADS, "checkpoint sync") as pool:  # at once: the disk takes as long as for one
+            list(pool.map(LocalStream.finish, self._texts))
         for name in plan.names:
             path = self.written(plan, name)
             nbytes = path.stat().st_size if path.exists() else None
@@ -194,7 +194,7 @@ class FolderTarget(Target):
         for mark in self._marks:
             (self.path / mark).touch()
         if self._marks:
-            sync_folder(self.path)
+            sync_folders(self.path)
 
     @override
     def reveal(self, plan: SavePlan, sums: Sums) -> None:
@@ -206,14 +206,11 @@ class FolderTarget(Target):
         marks, gone = _replaced(plan, self._present, self._marks)
         for name in gone:
             (self.path / name).unlink(missing_ok=True)
-        for folder in plan.folders:
-            if folder:
-                sync_folder(self.path / folder)
+        sync_folders(self.path, *(self.path / folder for folder in plan.folders if folder))
         if marks:
-            sync_folder(self.path)
-        for mark in marks:
-            (self.path / mark).unlink(missing_ok=True)
-        sync_folder(self.path)
+            for mark in marks:
+                (self.path / mark).unlink(missing_ok=True)
+            sync_folders(self.path)
 
     @override
     def discard(self) -> None:
@@ -230,7 +227,8 @@ class FolderTarget(Target):
 
     @override
     def close(self) -> None:
-        """Return at once: there are no threads."""
+        for text in self._texts:
+            text.abandon()
 
 
 class UploadStream:

@@ -331,7 +331,7 @@ class _LocalWrite:
             self._stream.flush()
             os.fsync(self._stream.fileno())
         self._temporary.replace(self._path)
-        sync_folder(self._path.parent)
+        sync_folders(self._path.parent)
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):  # of what is not wanted any more
@@ -360,8 +360,16 @@ def _absent_or_unreadable(path: Path) -> Iterator[None]:
             raise read_error(error, path) from error
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder last through a loss of power."""
+def sync_folders(*folders: Path) -> None:
+    """Make renames in folders last through a loss of power: all at once, which the disk does in the time of one."""
+    if len(folders) == 1:
+        _sync(folders[0])
+        return
+    with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, "checkpoint sync") as pool:
+        list(pool.map(_sync, folders))
+
+
+def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -21,7 +21,7 @@ from booster_checkpoint.save.save import BUCKET_BYTES, Saver
 from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session
 from booster_checkpoint.storage import LocalLocation
-from booster_checkpoint.storage.location import sync_folder, temporary_name
+from booster_checkpoint.storage.location import sync_folders, temporary_name
 from booster_checkpoint.tools.source_adapter import SourceAdapter
 from booster_core.errors import CheckpointError, ConfigError, shorten
 from booster_core.log import log
@@ -120,7 +120,7 @@ def _folder_of(target: Location, file_name: str | None) -> Iterator[Location]:
     try:
         yield LocalLocation(temporary)
         (temporary / file_name if file_name is not None else temporary).rename(path)
-        sync_folder(path.parent)
+        sync_folders(path.parent)
     except OSError as error:
         msg = f"'{target}' cannot be written: {error.strerror or error}."
         raise CheckpointError(msg) from error

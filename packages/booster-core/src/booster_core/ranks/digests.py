@@ -85,7 +85,7 @@ def _text_of(value: Any) -> str:
 def _bits_digest(tensor: Tensor) -> str:
     import torch
 
-    from booster_core.state.regions import as_bytes
+    from booster_core.state.shard import as_bytes
 
     found = xxhash.xxh3_128()
     if not tensor.is_meta:

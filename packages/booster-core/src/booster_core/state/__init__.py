@@ -40,12 +40,20 @@ from booster_core.state.random_state import (
     restore_random_state,
     separate_random_state,
 )
-from booster_core.state.regions import (
+from booster_core.state.replica_digests import Place, check_equal_replicas, replica_digests
+from booster_core.state.replicated import Replica, ReplicatedStateAdapter, balanced_shards
+from booster_core.state.scheduler import scheduler_from_json, scheduler_state, scheduler_to_json
+from booster_core.state.shard import (
+    Box,
     Region,
+    TensorShard,
     as_bytes,
+    box_numel,
+    box_shape,
     byte_view,
     copy_part,
     copy_to_whole,
+    full_box,
     intersect,
     is_contiguous,
     pack,
@@ -55,10 +63,6 @@ from booster_core.state.regions import (
     span_of,
     unpack,
 )
-from booster_core.state.replica_digests import Place, check_equal_replicas, replica_digests
-from booster_core.state.replicated import Replica, ReplicatedStateAdapter, balanced_shards
-from booster_core.state.scheduler import scheduler_from_json, scheduler_state, scheduler_to_json
-from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
 from booster_core.state.view import ModelView, PartView
 
 __all__ = [

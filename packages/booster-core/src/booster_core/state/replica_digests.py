@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from booster_core.errors import CheckpointError, shorten
-from booster_core.state.regions import as_bytes
+from booster_core.state.shard import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator

@@ -34,7 +34,7 @@ _FACTS = frozenset((*FACTS, "shape", "size"))
 
 
 @dataclass
-class Recording:
+class RecordedCalls:
     """What a run of a model has shown.
 
     Attributes:
@@ -98,7 +98,7 @@ def record_calls(
     watched: Mapping[str, nn.Module],
     alike: Mapping[nn.Module, str],
     split: Mapping[int, Split],
-) -> Recording:
+) -> RecordedCalls:
     """Run a model on a batch, and note how it calls some of its modules.
 
     Layers of a kind that has run already are passed over: they return what the first one has returned.
@@ -110,7 +110,7 @@ def record_calls(
         alike: Layers that are like a watched one, with its name.
         split: The parameters that are to be split, by ``id``.
     """
-    recording, changes = Recording(), ModulePatches()
+    recording, changes = RecordedCalls(), ModulePatches()
     watch = Watch({key: name for key, (name, _) in split.items()})
     _note_calls(recording, watched, alike, changes)
     for key, (_, readers) in split.items():
@@ -132,7 +132,7 @@ def record_calls(
 
 
 def _note_calls(
-    recording: Recording, watched: Mapping[str, nn.Module], alike: Mapping[nn.Module, str], changes: ModulePatches
+    recording: RecordedCalls, watched: Mapping[str, nn.Module], alike: Mapping[nn.Module, str], changes: ModulePatches
 ) -> None:
     returned: dict[str, Any] = {}
 

@@ -22,7 +22,7 @@ from booster_hybrid.policy.base import Style
 from booster_hybrid.probe.calls import (
     MOST_POSITIONS,
     Call,
-    Recording,
+    RecordedCalls,
     Split,
     call_of_other_length,
     calls_of_model,
@@ -199,14 +199,14 @@ class _Probe:
                     found.append(ProbeTarget(f"{path}.{key}", layer, (), int(key), ((layer,),)))
         return found
 
-    def _record(self, kinds: Sequence[Sequence[ProbeTarget]]) -> list[Recording]:
+    def _record(self, kinds: Sequence[Sequence[ProbeTarget]]) -> list[RecordedCalls]:
         """Run the model where there is a batch, and again at another length where sequences are split."""
         if self._batch is None:
-            return [Recording(failure="there was no batch")]
+            return [RecordedCalls(failure="there was no batch")]
         try:
             batch = self._batch()
         except Exception as error:  # noqa: BLE001 - whatever a data set raises, training tells of it
-            return [Recording(failure=f"there was no batch ({type(error).__name__}: {error})")]
+            return [RecordedCalls(failure=f"there was no batch ({type(error).__name__}: {error})")]
         names = self._plan.names
         watched = {alike[0].name: alike[0].module for alike in kinds}
         outside = [name_around(self._plan, alike[0]) for alike in kinds if alike[0].place is not None]
@@ -221,7 +221,7 @@ class _Probe:
             try:
                 values = random_values(model, self._device, torch.float32, every, plain)
             except NoValuesError as error:
-                return [Recording(failure=str(error))]
+                return [RecordedCalls(failure=str(error))]
         split = {id(values[key]) if key in values else key: each for key, each in split.items()}
         with (
             holding(model, values, self._device, torch.float32) if values else contextlib.nullcontext(),
@@ -255,7 +255,12 @@ class _Probe:
         return split
 
     def _check_in_place(
-        self, unit: ProbeTarget, kinds: Sequence[Sequence[ProbeTarget]], recording: Recording, *, is_first: bool = True
+        self,
+        unit: ProbeTarget,
+        kinds: Sequence[Sequence[ProbeTarget]],
+        recording: RecordedCalls,
+        *,
+        is_first: bool = True,
     ) -> set[str]:
         """Raise if a unit computes something else when it is split, also where the layers around it are split."""
         try:
@@ -273,7 +278,7 @@ class _Probe:
                 changes.undo()
             raise
 
-    def _check(self, unit: ProbeTarget, recording: Recording, *, is_first: bool) -> set[str]:
+    def _check(self, unit: ProbeTarget, recording: RecordedCalls, *, is_first: bool) -> set[str]:
         """Raise if a unit computes something else when it is split; return which targets were called."""
         if unit.targets == (unit.name,) and is_torchs_own(unit.module):
             return {unit.name}

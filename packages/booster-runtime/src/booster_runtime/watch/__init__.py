@@ -7,7 +7,7 @@ far each rank has come through its calls, which `booster_core.ranks.calls` notes
 has recorded (`flight_recorder`).
 """
 
-from booster_runtime.watch.member import Monitor
+from booster_runtime.watch.member import MonitorMember
 from booster_runtime.watch.start import start_monitor
 
-__all__ = ["Monitor", "start_monitor"]
+__all__ = ["MonitorMember", "start_monitor"]

@@ -50,7 +50,7 @@ def keep_flight_record(environment: MutableMapping[str, str], backend: str) -> N
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
+class FlightRecord:
     """What is recorded of this process.
 
     Args:
@@ -85,16 +85,16 @@ class FlightRecorder:
             return ()
         return tuple(status) if any(begun != completed for _, _, begun, completed in status) else ()
 
-    def read(self) -> Recording:
+    def read(self) -> FlightRecord:
         """Return the collectives in which this process waits.
 
         Those of threads that Python has started are left out: they don't hold up the main thread.
         """
         try:
-            return self._read() if dist.is_initialized() else Recording()
+            return self._read() if dist.is_initialized() else FlightRecord()
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
-            return Recording()
+            return FlightRecord()
 
     def _give_up(self, error: Exception) -> None:
         self._dumps.clear()
@@ -105,7 +105,7 @@ class FlightRecorder:
             error,
         )
 
-    def _read(self) -> Recording:
+    def _read(self) -> FlightRecord:
         everyone = dist.get_world_size()
         members = {name: tuple(dist.get_process_group_ranks(group)) for group, name in _groups()}
         ranks_of = {name: None if len(ranks) == everyone else ranks for name, ranks in members.items()}
@@ -127,7 +127,7 @@ class FlightRecorder:
                 if not entry["retired"] and int(entry["thread_id"]) not in others:
                     sizes = _sizes(entry) if operation in _OF_EQUAL_SIZES else ()
                     waits[Point(group, number, ranks_of[name], (operation, *sizes))] = _expiry(entry, backend)
-        return Recording(waits=waits, counts=counts, is_whole=is_whole)
+        return FlightRecord(waits=waits, counts=counts, is_whole=is_whole)
 
     def _status(self) -> dict[tuple[str, str], tuple[str, str]]:
         """Return the numbers of the last collectives that each group has begun and completed."""

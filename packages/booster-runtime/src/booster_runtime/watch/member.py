@@ -22,7 +22,7 @@ from booster_core.errors import MissingRanksError
 from booster_core.ranks import PROGRESS
 from booster_runtime.collectives.pending import WAITS
 from booster_runtime.watch.failure_detector import ENDED, Point, Record, beat_seconds, describe_death
-from booster_runtime.watch.flight_recorder import FlightRecorder, Recording
+from booster_runtime.watch.flight_recorder import FlightRecord, FlightRecorder
 from booster_runtime.watch.server import answer_seconds
 from booster_runtime.watch.sockets import describe_loss, encode, is_readable, say
 from booster_runtime.watch.uncaught import is_consequence, report_uncaught
@@ -69,7 +69,7 @@ class StallTimer:
         return now - self._since
 
 
-class Monitor:
+class MonitorMember:
     """This process' connection to the monitor.
 
     Args:
@@ -110,7 +110,7 @@ class Monitor:
         self._welcomed, self._told = threading.Event(), threading.Event()
         self._send_lock, self._ask_lock = threading.Lock(), threading.Lock()
         self._recorder = FlightRecorder()
-        self._recording = Recording()
+        self._recording = FlightRecord()
         self._recorded_state: object = None
         self._standstill = StallTimer()
         self._sent_at, self._sent_place = 0.0, _place()
@@ -260,7 +260,7 @@ class Monitor:
         state = (place, PROGRESS.call, WAITS.number, is_noted, in_flight) if is_noted or in_flight else None
         seconds = self._standstill.look(state, now)
         if seconds < _STILL_SECONDS:
-            self._recording, self._recorded_state, seconds = Recording(), None, 0.0
+            self._recording, self._recorded_state, seconds = FlightRecord(), None, 0.0
         elif self._recorded_state != state:  # also where none is in flight: that others wait in one tells of a mismatch
             self._recording, self._recorded_state = self._recorder.read(), state
         if not is_noted and not self._recording.waits:
@@ -333,7 +333,7 @@ class Monitor:
                 json.dumps({"message": {"message": summary, "extraInfo": extra}}), encoding="utf-8"
             )
 
-    def _tell(self, kind: str, recording: Recording | None = None, seconds: float = 0.0, **message: Any) -> None:
+    def _tell(self, kind: str, recording: FlightRecord | None = None, seconds: float = 0.0, **message: Any) -> None:
         """Say something, and where this rank is when it is said: two threads do, and the last record is what counts."""
         with self._send_lock, contextlib.suppress(OSError):
             record = _progress(recording, seconds)
@@ -350,9 +350,9 @@ def _place() -> object:
     return PROGRESS.last, PROGRESS.is_finished, PROGRESS.broken
 
 
-def _progress(recording: Recording | None = None, seconds: float = 0.0) -> Record:
+def _progress(recording: FlightRecord | None = None, seconds: float = 0.0) -> Record:
     """Return how far this process has come."""
-    recording, now = recording or Recording(), time.monotonic()
+    recording, now = recording or FlightRecord(), time.monotonic()
     call, last, broken = PROGRESS.call, PROGRESS.last, PROGRESS.broken
     calls = [] if call is None else [_point(*call, PROGRESS.ranks)]
     if PROGRESS.is_waiting and last is not None and last != call:  # all ranks meet inside of the call

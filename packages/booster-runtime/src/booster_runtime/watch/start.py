@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from booster_core.ranks import PROGRESS
-from booster_runtime.watch.member import Monitor
+from booster_runtime.watch.member import MonitorMember
 from booster_runtime.watch.server import Server
 from booster_runtime.watch.sockets import keep_from_children, outlast_interruptions
 
@@ -31,7 +31,7 @@ def start_monitor(
     *,
     may_end_process: bool,
     error_file: str | None = None,
-) -> Monitor | None:
+) -> MonitorMember | None:
     """Connect this rank to the monitor, which rank 0 starts.
 
     Args:
@@ -63,7 +63,7 @@ def start_monitor(
         connection, problem = _connect(_LOOPBACK if server else where["address"], where["port"], world.timeout_seconds)
     if connection is not None:
         options: dict[str, Any] = {"may_end_process": may_end_process, "error_file": error_file}
-        monitor = Monitor(world, connection, where["token"], server=server, **options)
+        monitor = MonitorMember(world, connection, where["token"], server=server, **options)
         if not monitor.wait_for_welcome():
             problem = "rank 0 did not answer in time, or did not let it in"
     # A failure would miss ranks that come later.

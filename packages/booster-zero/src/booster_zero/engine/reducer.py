@@ -28,7 +28,7 @@ from torch._C import DisableTorchFunctionSubclass
 from booster_core.errors import GradientError
 from booster_core.precision import NARROW
 from booster_runtime.sharding import watch_gradient_hooks
-from booster_zero.engine.rounds import Filling, InflightReductions, Round
+from booster_zero.engine.rounds import BucketProgress, InflightReductions, Round
 from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
 from booster_zero.engine.states import RoundState, check_transition
 
@@ -299,7 +299,7 @@ class Reducer:
             frozen = self._buckets_frozen_later() if self._has_local else set()
             self._has_local = False
             self._round = Round(
-                (bucket, Filling(missing, bucket in waiting or bucket in frozen))
+                (bucket, BucketProgress(missing, bucket in waiting or bucket in frozen))
                 for bucket in self._in_order()
                 if (missing := bucket.num_trained) or bucket in frozen
             )
@@ -371,7 +371,7 @@ class Reducer:
             self._begin_direct(parameter)
         fillings = self._round.fillings
         if bucket not in fillings:
-            self._round.add(bucket, Filling(len(bucket.parameters), bucket in self._buckets_of(self.repeated)))
+            self._round.add(bucket, BucketProgress(len(bucket.parameters), bucket in self._buckets_of(self.repeated)))
         filling = fillings[bucket]
         if filling.is_started:
             self._come_late(index)
@@ -448,7 +448,7 @@ class Reducer:
         before = self._local.get(slot.index)
         self._local[slot.index] = gradient if before is None else _sum(before, gradient)
 
-    def _take(self, bucket: Bucket, filling: Filling, slot: Slot, parameter: nn.Parameter) -> None:
+    def _take(self, bucket: Bucket, filling: BucketProgress, slot: Slot, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, without a copy where it has the format that travels."""
         filling.taken.add(slot.index)
         gradient = self._gradient_of(slot, parameter)
@@ -482,7 +482,7 @@ class Reducer:
             for bucket, filling in self._round.take_complete():
                 self._start(bucket, filling)
 
-    def _start(self, bucket: Bucket, filling: Filling) -> None:
+    def _start(self, bucket: Bucket, filling: BucketProgress) -> None:
         gradients, filling.gradients, filling.is_started = filling.gradients, {}, True
         self.underway.start(bucket, gradients)
         if self.waits_in_backward:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class Filling:
+class BucketProgress:
     """How far a bucket has come in the present round.
 
     Attributes:
@@ -58,16 +58,16 @@ class Round:
         fillings: The same by bucket; one that is not among them takes no part.
     """
 
-    def __init__(self, fillings: Iterable[tuple[Bucket, Filling]] = ()) -> None:
+    def __init__(self, fillings: Iterable[tuple[Bucket, BucketProgress]] = ()) -> None:
         self.fillings = dict(fillings)
         self._waiting = deque(self.fillings.items())
 
-    def add(self, bucket: Bucket, filling: Filling) -> None:
+    def add(self, bucket: Bucket, filling: BucketProgress) -> None:
         """Let a bucket take part that has trained parameters only now; it comes last."""
         self.fillings[bucket] = filling
         self._waiting.append((bucket, filling))
 
-    def take_complete(self) -> Iterator[tuple[Bucket, Filling]]:
+    def take_complete(self) -> Iterator[tuple[Bucket, BucketProgress]]:
         """Yield the buckets that can be reduced now; whoever calls this starts each of them before the next."""
         while self._waiting:
             bucket, filling = self._waiting[0]
@@ -76,7 +76,7 @@ class Round:
             self._waiting.popleft()
             yield bucket, filling
 
-    def take_rest(self) -> Iterator[tuple[Bucket, Filling]]:
+    def take_rest(self) -> Iterator[tuple[Bucket, BucketProgress]]:
         """Yield all other buckets, as above."""
         while self._waiting:
             yield self._waiting.popleft()
