@@ -1,4 +1,4 @@
-"""What can't be spread over ranks raises at `boost`, on every rank, and says what to do."""
+"""Experts of one's own train; what can't be had of spread ones raises on every rank, and says what to do."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process
 from expert_models import batch_of, make
-from matrix import matrix
+from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_hybrid import ExpertRule, HybridParallelPlugin, ShardingPolicy
 from booster_runtime import Muon
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import tolerance_for
 
 WIDTH, NUM_EXPERTS, TOP_K = 8, 4, 2
@@ -43,25 +43,6 @@ class Counting(Experts):
         return super().forward(x, chosen, weights) / self.num_here
 
 
-class Mixing(Experts):
-    def forward(self, x, chosen, weights):
-        return super().forward(x - x.mean(0), chosen, weights)
-
-
-class Dense(Experts):
-    def forward(self, x):
-        return x
-
-
-class Separate(nn.ModuleList):
-    def __init__(self):
-        super().__init__(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_EXPERTS))
-
-    def forward(self, x, chosen, weights):
-        stacked = torch.stack([expert(x) for expert in self], 1)
-        return (torch.gather(stacked, 1, chosen[..., None].expand(-1, -1, WIDTH)) * weights[..., None]).sum(1)
-
-
 class Mixture(nn.Module):
     def __init__(self, kind=Experts):
         super().__init__()
@@ -82,10 +63,8 @@ def policy(**options):
     return ShardingPolicy(experts=(ExpertRule("experts", **options),))
 
 
-def boost(model, rule, optimizer=torch.optim.SGD, **options):
-    """Return a boosted model whose policy names experts by a rule, if there is one."""
-    sizes = {"ep_size": 2, **options}
-    plugin = HybridParallelPlugin(**sizes, custom_policy=None if rule is None else policy(**rule))
+def boost(model, optimizer=torch.optim.SGD):
+    plugin = HybridParallelPlugin(ep_size=2, custom_policy=policy())
     return Booster("cpu", plugin=plugin).boost(model, optimizer(model.parameters(), lr=0.1)).model
 
 
@@ -102,70 +81,30 @@ def test_a_policy_names_experts_of_ones_own(kind, rule):
     assert_equals_one_process(case, setting)
 
 
-REFUSED = {
-    "size": (Experts, {"ep_size": 2}, {}, 3, r"`ep_size=2` does not divide the data parallel size 3.*Use one of 1, 3"),
-    "experts": (Experts, {"ep_size": 3}, {}, 3, r"does not divide the 4 experts of 'experts'. Use one of 1, 2, 4"),
-    "none": (Experts, {"ep_size": 2}, None, 2, r"Mixture has no modules of experts.*none are known.*ExpertRule\("),
-    "pattern": (Experts, {"ep_size": 2}, {"pattern": "mlp.experts"}, 2, r"no modules of experts.*'mlp.experts'"),
-    "parameters": (Experts, {"ep_size": 2}, {"parameters": ()}, 2, r"'scale' \(8,\).*ExpertRule\(parameters=...\)"),
-    "separate": (
-        Separate,
-        {"ep_size": 2},
-        {"parameters": ()},
-        2,
-        r"'experts' \(Separate\) can't be spread.*one module",
-    ),
-    "missing": (Experts, {"ep_size": 2}, {"parameters": ("gate",)}, 2, r"it has no parameter 'gate' of its own"),
-    "counts": (
-        Counting,
-        {"ep_size": 2},
-        {"counts": ("num_here",)},
-        2,
-        r"'experts' \(Counting\).*differ by up to.*'num_here'",
-    ),
-    "mixing": (Mixing, {"ep_size": 2}, {}, 2, r"'experts' \(Mixing\) can't be spread over ranks: on random inputs"),
-    "forward": (Dense, {"ep_size": 2}, {}, 2, r"'experts' \(Dense\).*can't be called with hidden states, indices"),
-    "stage": (Experts, {"ep_size": 2, "zero_stage": 4}, {}, 2, r"`zero_stage=4` is not one of 0"),
-}
-
-
-def boost_with(kind, options, rule):
-    if rule is not None and "pattern" in rule:
-        model = made(kind)
-        plugin = HybridParallelPlugin(**options, custom_policy=ShardingPolicy(experts=(ExpertRule(rule["pattern"]),)))
-        Booster("cpu", plugin=plugin).boost(model)
-    boost(made(kind), rule, **options)
-
-
-@matrix(["parameters", "counts", "stage"], case=list(REFUSED))
-def test_what_cannot_be_spread_is_refused_at_boost(case):
-    kind, options, rule, num_ranks, message = REFUSED[case]
-    expect_on_ranks(ConfigError, message, boost_with, num_ranks, kind, options, rule)
-
-
-def with_whole_matrices():
-    boost(made(), {}, torch.optim.Adafactor)
-
-
+@raises_on_ranks(
+    ConfigError,
+    r"Adafactor updates '.*' \(.*\) as a whole, of which `ep_size=2` leaves each rank a part.*AdamW.*`ep_size=1`",
+    2,
+)
 def test_optimizers_of_whole_matrices_are_refused():
-    message = (
-        r"Adafactor updates '.*' \(.*\) as a whole, of which `ep_size=2` leaves each rank a part.*AdamW.*`ep_size=1`"
-    )
-    expect_on_ranks(ConfigError, message, with_whole_matrices, 2)
+    boost(made(), torch.optim.Adafactor)
 
 
-def with_biases_as_a_matrix():
+@raises_on_ranks(
+    ConfigError,
+    r"Muon updates 'model\.layers\..\.mlp\.experts\.\w+_bias' \(8, \d+\) as a whole.*stacked matrices to",
+    2,
+)
+def test_biases_of_experts_are_no_matrix_of_each_rank():
     model = make("gpt_oss")
     optimizer = Muon([p for name, p in model.named_parameters() if p.dim() > 1 and ".experts." in name])
     Booster("cpu", plugin=HybridParallelPlugin(ep_size=2)).boost(model, optimizer)
 
 
-def test_biases_of_experts_are_no_matrix_of_each_rank():
-    message = r"Muon updates 'model\.layers\..\.mlp\.experts\.\w+_bias' \(8, \d+\) as a whole.*stacked matrices to"
-    expect_on_ranks(ConfigError, message, with_biases_as_a_matrix, 2)
-
-
-def with_other_microbatches():
+@raises_on_ranks(
+    ConfigError, r"Batches have 2 microbatches on some ranks and 3 on others, and `ep_size`.*Use `num_microbatches`", 4
+)
+def test_other_numbers_of_microbatches_are_refused():
     model = make("qwen3_moe")
     plugin = HybridParallelPlugin(ep_size=2, pp_size=2, microbatch_size=1)
     booster = Booster("cpu", plugin=plugin)
@@ -174,21 +113,11 @@ def with_other_microbatches():
     booster.execute_pipeline(iter([batch_of(0, index, 2 + index)]), model, lambda out, _: out.loss, optimizer)
 
 
-def test_other_numbers_of_microbatches_are_refused():
-    message = r"Batches have 2 microbatches on some ranks and 3 on others, and `ep_size`.*Use `num_microbatches`"
-    expect_on_ranks(ConfigError, message, with_other_microbatches, 4)
-
-
-def twice():
-    model = boost(made(), {})
+@raises_on_ranks(GradientError, r"Experts that are spread over ranks have no second derivative.*`ep_size=1`", 2)
+def test_second_derivatives_are_refused():
+    model = boost(made())
     x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
     torch.autograd.grad(model(x).sum(), x, create_graph=True)
-
-
-def test_second_derivatives_are_refused():
-    expect_on_ranks(
-        GradientError, r"Experts that are spread over ranks have no second derivative.*`ep_size=1`", twice, 2
-    )
 
 
 class Odd(Mixture):
@@ -197,18 +126,16 @@ class Odd(Mixture):
         return self.experts(x, chosen[:, 0], scores)
 
 
-def called_otherwise():
-    torch.manual_seed(5)
-    boost(Odd().double(), {})(states(0, 0))
-
-
+@raises_on_ranks(
+    ConfigError, r"The experts 'experts' were called with \(5, 8\), \(5,\), \(5, 2\).*`ep_size=1` for this model", 2
+)
 def test_experts_that_are_called_otherwise_raise():
-    message = r"The experts 'experts' were called with \(5, 8\), \(5,\), \(5, 2\).*`ep_size=1` for this model"
-    expect_on_ranks(ConfigError, message, called_otherwise, 2)
+    torch.manual_seed(5)
+    boost(Odd().double())(states(0, 0))
 
 
 def with_one_more_forward():
-    model, x = boost(made(), {}), states(0, 0)
+    model, x = boost(made()), states(0, 0)
     model(x)
     if dist.get_rank() == 0:
         try:

@@ -112,3 +112,46 @@ def test_experts_that_differ_by_an_attribute_are_all_checked():
     spread(Limited("none"), Limited("none"))
     with pytest.raises(ConfigError, match=r"experts 'layers\.1\.experts'"):
         spread(Limited("capacity", 10**6), Limited("capacity", 12))
+
+
+class Own(nn.Module):
+    """Experts of a user's own, with a scale that all of them share, counted under a name of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(4, 8, 8)), nn.Parameter(torch.ones(8))
+        self.num_here = 4
+
+    def forward(self, x, index, weights):
+        everything = torch.einsum("th,eoh->teo", x, self.weight)
+        picked = torch.gather(everything, 1, index[..., None].expand(-1, -1, 8))
+        return (picked * self.scale * weights[..., None]).sum(1) / self.num_here
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("experts", "rule", "size", "message"),
+    [
+        (Dense, {}, 3, r"does not divide the 4 experts of 'experts'. Use one of 1, 2, 4"),
+        (Dense, None, 2, r"ModuleDict has no modules of experts.*none are known.*ExpertRule\("),
+        (Dense, {"pattern": "mlp.experts"}, 2, r"no modules of experts.*'mlp.experts'"),
+        (Own, {}, 2, r"'scale' \(8,\).*ExpertRule\(parameters=...\)"),
+        (Own, {"parameters": ("gate",)}, 2, r"it has no parameter 'gate' of its own"),
+        (Own, {"parameters": ("weight",), "counts": ("num_here",)}, 2, r"\(Own\).*differ by up to.*'num_here'"),
+        (lambda: nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), {}, 2, r"'experts' \(ModuleList\).*one module"),
+        (Dense, {}, 2, r"'experts' \(Dense\).*can't be called with hidden states, indices"),
+    ],
+    ids=["size", "none", "pattern", "parameters", "missing", "counts", "separate", "forward"],
+)
+def test_what_can_not_be_spread_is_refused(experts, rule, size, message):
+    rules = [] if rule is None else [ExpertRule(**{"pattern": "experts", **rule})]
+    with pytest.raises(ConfigError, match=message):
+        check_experts(find_experts(nn.ModuleDict({"experts": experts()}), rules, size), torch.device("cpu"))

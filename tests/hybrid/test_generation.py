@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from matrix import matrix, named
+from matrix import matrix
+from ranked import on_ranks
 from t5_sequences import run_or_refused
 from torch import nn
 
@@ -151,36 +152,6 @@ def test_models_with_adapters_generate():
     assert run_on_ranks(with_adapters, 2) == [True, True]
 
 
-def refused(options, arguments, prompts):
-    model = boosted(options)
-    prompt = PROMPT[:, : prompts[torch.distributed.get_rank()]]
-    with pytest.raises(ConfigError) as caught:
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY, **arguments)
-    return str(caught.value)
-
-
-def test_keys_and_values_of_parts_can_not_be_kept():
-    for message in run_on_ranks(refused, 2, SETTINGS["ulysses"][1], {"use_cache": True}, [7, 7]):
-        assert "Leave out `use_cache`" in message
-
-
-@pytest.mark.parametrize("name", ["ring", "tp2"])
-def test_other_prompts_in_a_replica_are_refused(name):
-    for message in run_on_ranks(refused, 2, SETTINGS[name][1], {}, [7, 6]):
-        assert "were given different ones" in message
-
-
-def short_prompt(mode):
-    model = boosted({"sp_size": 2, "sequence_parallelism_mode": mode})
-    with pytest.raises(ConfigError, match=r"sequences of 1 position\(s\), which can't be split over 2 ranks"):
-        model.generate(PROMPT[:, :1], attention_mask=torch.ones_like(PROMPT[:, :1]), **GREEDY)
-
-
-@matrix(["ring_attn"], mode=["all_to_all", "ring_attn"])
-def test_sequences_that_are_too_short_to_split_are_refused_on_every_rank(mode):
-    run_on_ranks(short_prompt, 2, mode)
-
-
 def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -213,74 +184,62 @@ def test_models_that_are_cut_into_stages_do_not_generate(make, arguments):
     expect_on_ranks(ConfigError, message, generate_in_a_pipeline, 2, make, *arguments)
 
 
-def other_options(options, arguments):
-    model = boosted(options)
-    own = {**GREEDY, **arguments[torch.distributed.get_rank()]}
-    with pytest.raises(ConfigError) as caught:
-        model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **own)
-    return str(caught.value)
-
-
-@matrix(
-    1,
-    **{
-        "arguments, words": named(
-            [
-                (({}, {"max_new_tokens": 9}), "`max_new_tokens`: 6 on rank 0, 9 on rank 1"),
-                (({}, {"use_cache": True}), "`use_cache`: "),
-                (({}, {"bad_words_ids": [[3]]}), "`bad_words_ids`: None on rank 0, [[3]] on rank 1"),
-            ],
-            ["length", "cache", "words"],
-            joint=True,
-        )
-    },
-    name=["tp2", "ring"],
-)
-def test_other_options_in_a_replica_are_refused_on_every_rank(name, arguments, words):
-    for message in run_on_ranks(other_options, 2, SETTINGS[name][1], arguments):
-        assert "in `generate`. These ranks generate one text together" in message
-        assert words in message
-
-
-def other_objects(options, kind):
+def given(kind):
+    """Return the prompt, positional and named arguments of this rank, some of which the second has otherwise."""
     from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor
 
     rank = torch.distributed.get_rank()
-    model = boosted(options)
-    arguments = {**GREEDY, "attention_mask": torch.ones_like(PROMPT)}
-    if kind == "passed":
-        arguments["generation_config"] = GenerationConfig(max_new_tokens=6, num_beams=1 + rank)
-    elif kind == "model's":
-        model.unwrap().generation_config.eos_token_id = 1 + rank
+    prompt, positional = PROMPT, []
+    named = {**GREEDY}
+    if kind == "prompt":
+        prompt = PROMPT[:, : 7 - rank]
+    elif kind == "too short":
+        prompt = PROMPT[:, :1]
+    elif kind == "cache":
+        named["use_cache"] = True
+    elif kind == "clock":
+        named["max_time"] = 100.0
+    elif kind == "config":
+        named["generation_config"] = GenerationConfig(max_new_tokens=6, num_beams=1 + rank)
     elif kind == "positional":
-        config = GenerationConfig(max_new_tokens=6, repetition_penalty=1.0 + rank)
-        with pytest.raises(ConfigError) as caught:
-            model.generate(PROMPT, config, attention_mask=torch.ones_like(PROMPT))
-        return str(caught.value)
+        positional, named = [GenerationConfig(max_new_tokens=6, repetition_penalty=1.0 + rank)], {}
     elif kind == "processors" and rank:
-        processor = MinLengthLogitsProcessor(9, eos_token_id=1)
-        arguments["logits_processor"] = LogitsProcessorList([processor])
-    with pytest.raises(ConfigError) as caught:
-        model.generate(PROMPT, **arguments)
-    return str(caught.value)
+        named["logits_processor"] = LogitsProcessorList([MinLengthLogitsProcessor(9, eos_token_id=1)])
+    elif kind in OTHERS and rank:
+        named.update(OTHERS[kind])
+    return prompt, positional, {"attention_mask": torch.ones_like(prompt), **named}
 
 
-@matrix(
-    1,
-    **{
-        "kind, words": [
-            ("passed", "`num_beams`: 1 on rank 0, 2 on rank 1"),
-            ("model's", "`eos_token_id`: 1 on rank 0, 2 on rank 1"),
-            ("positional", "`repetition_penalty`: 1.0 on rank 0, 2.0 on rank 1"),
-            ("processors", "`logits_processor`: "),
-        ]
-    },
-    name=["ring", "tp2"],
-)
-def test_other_objects_in_a_replica_are_refused_on_every_rank(name, kind, words):
-    for message in run_on_ranks(other_objects, 2, SETTINGS[name][1], kind):
-        assert "in `generate`. These ranks generate one text together" in message
-        assert words in message
+def generate_with(name, kind):
+    model = boosted(SETTINGS[name][1])
+    if kind == "model's":
+        model.unwrap().generation_config.eos_token_id = 1 + torch.distributed.get_rank()
+    prompt, positional, named = given(kind)
+    model.generate(prompt, *positional, **named)
+
+
+OTHERS = {"length": {"max_new_tokens": 9}, "other cache": {"use_cache": True}, "words": {"bad_words_ids": [[3]]}}
+APART = "in `generate`. These ranks generate one text together"
+REFUSED = {
+    "ulysses-cache": "Leave out `use_cache`",
+    "ring-prompt": "were given different ones",
+    "tp2-prompt": "were given different ones",
+    "ulysses-too short": r"sequences of 1 position\(s\), which can't be split over 2 ranks",
+    "ring-too short": r"sequences of 1 position\(s\), which can't be split over 2 ranks",
+    "tp2-clock": "`max_time` ends the loop by a clock",
+    "tp2-length": rf"`max_new_tokens`: 6 on rank 0, 9 on rank 1.*{APART}",
+    "ring-other cache": rf"`use_cache`: .*{APART}",
+    "tp2-words": rf"`bad_words_ids`: None on rank 0, \[\[3\]\] on rank 1.*{APART}",
+    "ring-config": rf"`num_beams`: 1 on rank 0, 2 on rank 1.*{APART}",
+    "tp2-model's": rf"`eos_token_id`: 1 on rank 0, 2 on rank 1.*{APART}",
+    "ring-positional": rf"`repetition_penalty`: 1.0 on rank 0, 2.0 on rank 1.*{APART}",
+    "tp2-processors": rf"`logits_processor`: .*{APART}",
+}
+
+
+@matrix([case for case in REFUSED if case != "ulysses-too short"], case=REFUSED)
+def test_what_can_not_be_generated_is_refused_on_every_rank(case):
+    expect_on_ranks(ConfigError, REFUSED[case], generate_with, 2, *case.split("-"))
 
 
 def same_objects():
@@ -314,23 +273,10 @@ def test_what_each_rank_made_for_itself_is_the_same_option():
     assert length == other == PROMPT.shape[1] + 4
 
 
-def other_counts():
+@on_ranks(2)
+def test_other_arguments_of_a_loop_of_the_users_own_are_refused():
     torch.manual_seed(0)
     policy = ShardingPolicy(rules=(ModuleRule("head", Style.COLUMN_GATHER),))
     model = boosted({"tp_size": 2, "custom_policy": policy, "example_batch": (PROMPT, 2.0)}, Bigram())
     with pytest.raises(ConfigError, match="`count`: 5 on rank 0, 6 on rank 1"):
         model.generate(PROMPT, 5 + torch.distributed.get_rank())
-
-
-def test_other_arguments_of_a_loop_of_the_users_own_are_refused():
-    run_on_ranks(other_counts, 2)
-
-
-def ended_by_a_clock(arguments):
-    model = boosted({"tp_size": 2})
-    with pytest.raises(ConfigError, match="`max_time` ends the loop by a clock"):
-        model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY, **arguments)
-
-
-def test_no_clock_ends_the_loop():
-    run_on_ranks(ended_by_a_clock, 2, {"max_time": 100.0})

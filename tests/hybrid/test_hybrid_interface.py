@@ -17,8 +17,6 @@ from booster_hybrid import (
 )
 from booster_zero import ZeroConfig
 
-RINGS = {"sp_size": 6, "sequence_parallelism_mode": "ring_attn"}
-
 
 def test_it_is_found_by_name():
     assert discovery.load("hybrid") is HybridParallelPlugin
@@ -62,6 +60,8 @@ def test_one_mesh_can_be_said_in_three_ways():
         ({"pp_style": "gpipe"}, "`pp_style='gpipe'` is about a pipeline"),
         ({"example_batch": [1]}, "`example_batch` is for finding the layers of a pipeline, and `pp_size=1` makes none"),
         ({"pipeline_record": "out"}, "`pipeline_record` writes down the work of a pipeline, and `pp_size=1`"),
+        ({"split_batch": max}, "`split_batch` splits the batches of a pipeline, and `pp_size=1` makes none"),
+        ({"pp_size": 2, "split_batch": max, "microbatch_size": 2}, "`microbatch_size=2` and `split_batch` are two"),
         ({"custom_policy": ShardingPolicy()}, "`custom_policy` says where a model is split"),
         ({"pp_size": 2, "num_model_chunks": 2}, "'1f1b'` puts 1 stage"),
         ({"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 1}, "interleaved"),
@@ -111,6 +111,7 @@ def test_a_wrong_precision_is_refused_at_once():
     [
         ({"ddp": {"bucket_bytes": 4}}, "`ddp` is a `DataParallelConfig`; got `dict`"),
         ({"zero": 1}, "`zero` is a `ZeroConfig`; got `int`"),
+        ({"pp_size": 2, "split_batch": 3}, "got `int`"),
         ({"config": {"tp_size": 2}}, "`config` is a `HybridConfig`; got `dict`"),
     ],
 )

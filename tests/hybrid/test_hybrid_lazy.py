@@ -8,8 +8,7 @@ import pytest
 import torch
 from isolated_libraries import import_quietly
 from matrix import matrix, named
-from model_zoo import ZOO
-from model_zoo.transformers_heads import HEADS
+from model_parity import MODELS, NAMES
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
@@ -18,19 +17,8 @@ from booster_runtime.memory import is_absent
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 
-MODELS = {**{name: model for name, model in ZOO.items() if name.startswith("transformers/")}, **HEADS}
-WITHOUT_POLICY = ("albert", "wav2vec2", "hubert")
-NAMES = [name for name in MODELS if not any(family in name for family in WITHOUT_POLICY) and "balanced" not in name]
-DEFAULT = (
-    "transformers/llama_tied",
-    "transformers/mixtral",
-    "transformers/t5_generation",
-    "heads/falcon_groups_lm",
-)
-"""Fused, shared and tied ones; the others are left to the long run."""
 DEEP = "transformers/t5_generation"
 """Has layers for four stages."""
-WITHOUT_STAGES = ("heads/t5_token_classification",)
 CUT = (
     {"tp_size": 2, "pp_size": 2},
     {"pp_size": 2, "zero_stage": 1},
@@ -95,14 +83,8 @@ def compare(name, meshes, precision=None):
 SLOW = pytest.mark.slow
 
 
-def cases(names):
-    return [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in names]
-
-
-@matrix(["heads/falcon_groups_lm-tp2dp2zero3"], name=cases(NAMES), options=named(CUT, CUT_IDS))
+@matrix(["heads/falcon_groups_lm-tp2dp2zero3"], name=NAMES, options=named(CUT, CUT_IDS))
 def test_values_are_those_of_an_eager_model(name, options):
-    if "pp_size" in options and name in WITHOUT_STAGES:
-        pytest.skip("the model can't be cut into stages")
     run_on_ranks(compare, 4, name, [options])
 
 

@@ -1,7 +1,6 @@
 """Boosting a lazy model: the ranks of a mesh hold it once between them, and read from files what they keep.
 
-Memory is anonymous memory, summed over ranks, as a multiple of what they keep: the model's bytes, times the data
-parallel ranks that each part lies on.
+Memory is anonymous memory, summed over ranks, as a multiple of the model's bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from matrix import matrix, named
+from matrix import matrix
 
 from booster_checkpoint.files import safetensors_file
 from booster_core import Booster, DistCoordinator
@@ -26,19 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-TENTH = {
-    "vocab_size": 16000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-}
-"""110 million parameters."""
-DRAWN = {**TENTH, "vocab_size": 2000}
-"""88 million; none of them in a matrix that is large compared with the others, as a rank has one whole at a time."""
 SMALL = {
-    **TENTH,
     "vocab_size": 4000,
     "hidden_size": 512,
     "intermediate_size": 1408,
@@ -46,29 +33,14 @@ SMALL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
-"""55 million, next to which what libraries keep of a first product of matrices, some 3 MiB a rank, is small."""
-SMALL_DRAWN = {
-    **DRAWN,
-    "vocab_size": 1000,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
-"""52 million."""
+"""55 million parameters; what libraries keep of a first product of matrices, some 3 MiB a rank, is small beside it."""
+DRAWN = {**SMALL, "vocab_size": 1000}
+"""52 million; none of them in a matrix that is large compared with the others, as a rank has one whole at a time."""
+WARM = {**SMALL, "vocab_size": 64, "hidden_size": 48, "intermediate_size": 32}
+"""As many layers as in any model that is measured: Python keeps the memory of its objects, some 0.3 MiB a layer."""
+OPTIONS = {"tp_size": 2, "pp_size": 2}
 LOADING_BYTES = 8 * 2**20
 """What loading takes besides the model: Python objects, and what malloc rounds up."""
-WARM = {**TENTH, "vocab_size": 64, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 16}
-"""As many layers as in any model that is measured: Python keeps the memory of its objects, some 0.3 MiB a layer."""
-_NUM_BOOSTS = 2
-MESHES: dict[str, tuple[dict[str, Any], int]] = {
-    "tp4": ({"tp_size": 4}, 1),
-    "pp4": ({"pp_size": 4}, 1),
-    "tp2pp2": ({"tp_size": 2, "pp_size": 2}, 1),
-    "tp2dp2zero1": ({"tp_size": 2, "zero_stage": 1}, 2),
-}
-"""Options, and how many ranks have each part."""
 
 
 def make_llama(settings: dict[str, int]) -> Any:
@@ -128,9 +100,9 @@ def freed_at_once() -> Iterator[None]:
         libc.mallopt(threshold, 1 << 17)  # the C library's own
 
 
-def boost(settings: dict[str, int], folder: Path | None, options: dict[str, Any]) -> tuple[int, int, int]:
+def boost(settings: dict[str, int], folder: Path | None) -> tuple[int, int, int]:
     """Return the peak of boosting a model, what was read for it, and what of it is here, in bytes."""
-    booster = Booster(plugin=HybridParallelPlugin(**options))
+    booster = Booster(plugin=HybridParallelPlugin(**OPTIONS))
     DistCoordinator().block_all(name="everybody is ready", timeout_seconds=60)
     # Pages of the model's file, which is mapped, are no memory of the model's; how many are there, the kernel decides.
     with freed_at_once(), peak_memory(maps_files=folder is not None) as memory, counted_reads() as counts:
@@ -159,42 +131,43 @@ def check_values(booster: Booster, boosted: Any, settings: dict[str, int]) -> No
         assert torch.equal(shard.data, expected[tuple(slice(*bounds) for bounds in shard.box)]), shard.name
 
 
-def measured(mesh: str, settings: dict[str, int], folder: Path | None) -> tuple[float, float]:
+def measured(settings: dict[str, int], folder: Path | None) -> tuple[float, float]:
     """Return the sum of all ranks' peaks, and what they read, as multiples of what they keep.
 
     A rank's peak is the least of several boosts: what boosting needs, each of them has. On a machine with other work,
     single boosts have been measured with more.
     """
-    options, num_copies = MESHES[mesh]
     peaks = [math.inf] * 4
-    for each in (WARM, *[settings] * _NUM_BOOSTS):  # first what is imported on the way, and Python's own memory
+    for each in (WARM, settings, settings):  # first what is imported on the way, and Python's own memory
         if folder is not None:
             run_on_ranks(write, 1, folder, each, timeout_seconds=120)
-        results = run_on_ranks(boost, 4, each, folder, options, timeout_seconds=240)
+        results = run_on_ranks(boost, 4, each, folder, timeout_seconds=240)
         if each is settings:
             peaks = [min(least, peak) for least, (peak, *_) in zip(peaks, results, strict=True)]
-    total = num_copies * 4 * sum(shape.numel() for shape in shapes_of(settings).values())
-    ratio = sum(peaks) / total
-    print(f"{mesh}: {total / 2**20:.0f} MiB; peaks {[round(peak / 2**20) for peak in peaks]}; {ratio:.3f}")
+    total = 4 * sum(shape.numel() for shape in shapes_of(settings).values())
     assert sum(here for *_, here in results) == pytest.approx(total, rel=0.01)  # norms are whole on every rank
-    return ratio, sum(count for _, count, _ in results) / total
+    return sum(peaks) / total, sum(count for _, count, _ in results) / total
 
 
-@pytest.mark.parametrize("mesh", ["tp2pp2"])
-def test_a_pretrained_model_is_read_once_and_never_held_twice(mesh: str, tmp_path: Path) -> None:
-    ratio, num_reads = measured(mesh, SMALL, tmp_path / "model")
+def test_a_pretrained_model_is_read_once_and_never_held_twice(tmp_path: Path) -> None:
+    ratio, num_reads = measured(SMALL, tmp_path / "model")
     assert ratio <= 1.2
     assert num_reads == pytest.approx(1, rel=0.01)
 
 
-def load(folder: Path, options: dict[str, Any], precision: str | None) -> list[tuple[int, int]]:
+def test_one_parameter_is_drawn_at_a_time() -> None:
+    ratio, _ = measured(DRAWN, None)
+    assert ratio <= 1.25
+
+
+def load(folder: Path, precision: str | None) -> list[tuple[int, int]]:
     """Load folders into boosted models, and return for each what was read, and what of the model is here, in bytes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     results = []
     for each in sorted(folder.iterdir()):
         torch.manual_seed(7)
-        booster = Booster("cpu", precision, HybridParallelPlugin(**options))
+        booster = Booster("cpu", precision, HybridParallelPlugin(**OPTIONS))
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(each))
         expected = AutoModelForCausalLM.from_pretrained(each).state_dict()
         boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
@@ -215,15 +188,10 @@ def write_models(folder: Path) -> None:
         get_model(f"transformers/{name}").seeded().save_pretrained(folder / name)
 
 
-@matrix(["tp2pp2-bf16"], options=named([{"tp_size": 2, "pp_size": 2}], ["tp2pp2"]), precision=[None, "bf16"])
-def test_a_folder_is_loaded_by_ranges(options: dict[str, Any], precision: str | None, tmp_path: Path) -> None:
+@matrix(["bf16"], precision=[None, "bf16"])
+def test_a_folder_is_loaded_by_ranges(precision: str | None, tmp_path: Path) -> None:
     run_on_ranks(write_models, 1, tmp_path)
     # In bf16, the fp32 masters read the file's values themselves, instead of taking the rounded ones.
     num_copies = 1 if precision is None else 2
-    for of_rank in run_on_ranks(load, 4, tmp_path, options, precision):
+    for of_rank in run_on_ranks(load, 4, tmp_path, precision):
         assert [count for count, _ in of_rank] == [num_copies * here for _, here in of_rank]
-
-
-def test_one_parameter_is_drawn_at_a_time() -> None:
-    ratio, _ = measured("tp2pp2", SMALL_DRAWN, None)
-    assert ratio <= 1.25

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from model_zoo import get_model
 
 from booster_core import Booster
-from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_runtime.trace import read_traces
@@ -47,8 +45,3 @@ def test_the_record_has_all_actions_of_each_batch_in_their_order(tmp_path):
         assert times == sorted(times)
         assert batch["ts"] <= times[0]
         assert times[-1] <= batch["ts"] + batch["dur"]
-
-
-def test_a_record_without_a_pipeline_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="`pp_size=1` makes none"):
-        HybridParallelPlugin(pipeline_record=tmp_path)

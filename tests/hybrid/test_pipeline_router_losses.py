@@ -2,80 +2,38 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from cases import Case, Setting, assert_equals_one_process, itself
+from cases import Case, Setting, assert_equals_one_process, itself, own_loss, zoo_case
 from matrix import matrix, named
-from model_zoo import get_model
+from model_zoo import deepened
 
-from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
-from booster_runtime import full_gradient
-from booster_testing import run_on_ranks
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 STATES = {"output_hidden_states": True}
 MICROBATCHES = 4
 
 
-def deepened(name, settings):
-    """Return a model of the zoo with four layers and other settings."""
-    zoo = get_model(f"transformers/{name}")
-    model = zoo.seeded()
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = 4
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[0]] * 4
-    for key, value in settings.items():
-        setattr(config, key, value)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = type(model)(config).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return zoo, model
-
-
-def of_model(outputs, batch):
-    del batch
-    return outputs.loss
-
-
-def of_hidden_states(outputs, batch):
+def of_hidden_states(outputs, _batch):
     """Take a loss of what all layers have in between."""
-    del batch
     return sum((number + 1) * state.float().square().mean() for number, state in enumerate(outputs.hidden_states))
 
 
-def compare(name, settings, options, criterion):
-    zoo, whole = deepened(name, settings)
-    batch = zoo.share(0, 0, 2 * MICROBATCHES)
-    expected = 0.0
-    for start in range(0, 2 * MICROBATCHES, 2):
-        part = {key: value[start : start + 2] for key, value in batch.items()}
-        loss = criterion(whole(**part), part) / MICROBATCHES
-        loss.backward()
-        expected += float(loss.detach())
-    plugin = HybridParallelPlugin(num_microbatches=MICROBATCHES, example_batch=batch, **options)
-    booster = Booster("cpu", plugin=plugin)
-    _, model = deepened(name, settings)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    result = booster.execute_pipeline(iter([batch]), model, criterion, optimizer, return_outputs=True)
-    if result["loss"] is not None:
-        assert float(result["loss"]) == pytest.approx(expected, rel=1e-5)
-        for field in ("hidden_states", "router_logits"):
-            if getattr(whole.config, f"output_{field}", False):
-                assert len(getattr(result["outputs"], field)) == 4 + (field == "hidden_states")
-    for key, parameter in whole.named_parameters():
-        if parameter.grad is not None:
-            found = full_gradient(booster, model, key)
-            # fp32, sums in another order.
-            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=2e-6, msg=f"{name}: {key}")
-    dist.barrier()
+def states_and_routers(outputs, batch):
+    return own_loss(outputs, batch) + of_hidden_states(outputs, batch)
+
+
+def assert_parity(name, settings, options, num_ranks=2, **changes):
+    """Compare with a model of the zoo with four layers, which sees a microbatch at a time."""
+    name = f"transformers/{name}"
+    functions = {"build": partial(deepened, name, **settings), "loss": own_loss}
+    case = zoo_case(name, **{**functions, "samples": 2 * MICROBATCHES, "steps": 1, **changes})
+    options = {"num_microbatches": MICROBATCHES, "example_batch": case.batch(0, 0), **options}
+    parts = 1 if case.outputs else MICROBATCHES
+    assert_equals_one_process(case, Setting(HybridParallelPlugin, options, num_ranks), parts=parts)
 
 
 @pytest.mark.parametrize(
@@ -83,16 +41,13 @@ def compare(name, settings, options, criterion):
     [
         pytest.param(4, {"pp_size": 4}, marks=pytest.mark.slow),
         (2, {"pp_size": 2, "pp_style": "zbv"}),
+        (2, {"pp_size": 2, "checkpoint_ratio": 1.0}),
         pytest.param(4, {"pp_size": 2, "tp_size": 2}, marks=pytest.mark.slow),
     ],
-    ids=["pp4", "zbv", "tp2pp2"],
+    ids=["pp4", "zbv", "recomputed", "tp2pp2"],
 )
 def test_all_routers_are_balanced(num_ranks, options):
-    run_on_ranks(compare, num_ranks, "mixtral", ROUTED, options, of_model)
-
-
-def test_routers_in_recomputed_layers_are_balanced():
-    run_on_ranks(compare, 2, "mixtral", ROUTED, {"pp_size": 2, "checkpoint_ratio": 1.0}, of_model)
+    assert_parity("mixtral", ROUTED, options, num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +55,12 @@ def test_routers_in_recomputed_layers_are_balanced():
     [pytest.param("llama", marks=pytest.mark.slow), "gpt2_lm", pytest.param("bert_masked_lm", marks=pytest.mark.slow)],
 )
 def test_hidden_states_of_all_layers_arrive(name):
-    run_on_ranks(compare, 4, name, STATES, {"pp_size": 4}, of_hidden_states)
+    assert_parity(name, STATES, {"pp_size": 4}, 4, loss=of_hidden_states, outputs=True)
 
 
 def test_hidden_states_and_routers_arrive_together():
-    run_on_ranks(compare, 2, "mixtral", {**ROUTED, **STATES}, {"pp_size": 2, "pp_style": "zbv"}, of_hidden_states)
+    options = {"pp_size": 2, "pp_style": "zbv"}
+    assert_parity("mixtral", {**ROUTED, **STATES}, options, loss=states_and_routers)
 
 
 class Told(torch.nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from model_zoo import get_model
+from model_zoo import deepened, get_model
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
@@ -14,34 +14,12 @@ from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 
 
-def deepened(name):
-    """Return a model of the zoo with four layers."""
-    zoo, num_layers = get_model(name), 4
-    model = zoo.seeded()
-    config = model.config
-    if not hasattr(config, "encoder_layers") and not hasattr(config, "num_decoder_layers"):
-        config.num_hidden_layers = num_layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = [config.layer_types[0]] * num_layers
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
-            model = type(model)(config).train()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-    return model
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
-
-
 def boosted(name, options, precision=None):
     zoo = get_model(name)
     plugin = HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2))
     booster = Booster(plugin=plugin, mixed_precision=precision)
     model = deepened(name)
-    model, optimizer, *_ = booster.boost(model, adamw(model))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return booster, model, optimizer
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
+import time
 import types
 
 import numpy as np
@@ -41,10 +43,10 @@ class Attention(nn.Module):
 
 
 class Gated(nn.Module):
-    def __init__(self, is_interleaved=False, gain=1.0):
+    def __init__(self, is_interleaved=False, gain=1.0, width=WIDTH):
         super().__init__()
         self.is_interleaved, self.gain = is_interleaved, gain
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
 
     def forward(self, x):
         up = self.up(x)
@@ -321,6 +323,53 @@ def test_layers_of_a_narrow_lazy_model_are_called_as_it_calls_them():
     assert check(model, (ModuleRule("blocks.*.up", Style.COLUMN, num_blocks=2), down)) == {}
     with pytest.raises(ConfigError, match=r"changes what layer 'blocks\.[01]' computes"):
         check(model, (ModuleRule("blocks.*.up", Style.COLUMN), down))
+
+
+class Noisy(Gated):
+    def forward(self, x):
+        return super().forward(x) + torch.rand(())
+
+
+class Broken(Gated):
+    def forward(self, x):
+        raise RuntimeError(len(x))
+
+
+IN_SEQUENCE = ModuleRule("*.up", Style.COLUMN, num_blocks=2), ModuleRule("*.down", Style.ROW)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Crossed, "no batch showed how it is called"), (Noisy, "other outputs in each call"), (Broken, "RuntimeError: 2")],
+)
+def test_a_layer_that_cannot_be_checked_is_named_with_the_reason(kind, reason):
+    unchecked = check_policy(nn.Sequential(kind(), kind()), ShardingPolicy(IN_SEQUENCE), 2, CPU).unchecked
+    assert list(unchecked) == ["0", "1"]
+    assert reason in unchecked["0"]
+
+
+def test_layers_split_in_pairs_are_checked_together():
+    def check_pair(*between):
+        model = nn.Sequential(nn.Linear(WIDTH, 8), *between, nn.Linear(8, WIDTH))
+        rules = ModuleRule("0", Style.COLUMN), ModuleRule(f"{len(between) + 1}", Style.ROW)
+        return check_policy(model, ShardingPolicy(rules), 2, CPU).unchecked
+
+    assert check_pair() == {}
+    with pytest.raises(ConfigError, match=r"sharding policy of Sequential changes"):
+        check_pair(nn.Softmax(-1))
+
+
+def test_25_million_parameters_take_less_than_a_second():
+    model = nn.Sequential(*(Gated(width=512) for _ in range(16)))
+    assert sum(each.numel() for each in model.parameters()) > 25e6
+    gc.collect()
+    gc.freeze()  # a collection, which the check ends with, takes as long as the tests before have left objects
+    try:
+        start = time.thread_time()  # other threads of this process are no part of the check
+        assert check_policy(model, ShardingPolicy(IN_SEQUENCE), 4, CPU).unchecked == {}
+        assert time.thread_time() - start < 1
+    finally:
+        gc.unfreeze()
 
 
 def test_a_rule_that_no_call_reaches_is_named():

@@ -79,8 +79,15 @@ def test_a_layer_that_computes_something_else_is_refused(kind, is_plain):
         check_policy(model, policy, 2, torch.device("cpu"))
 
 
-def test_a_layer_without_a_matrix_is_refused():
-    with pytest.raises(
-        ConfigError, match="as a linear layer, but it is a LayerNorm without a weight of two dimensions"
-    ):
-        split(nn.ModuleDict({"layer": nn.LayerNorm(8)}), ModuleRule("layer", Style.COLUMN))
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (ModuleRule("layer", Style.COLUMN), "as a linear layer, but it is a LayerNorm without a weight of two dim"),
+        (ModuleRule("blocks.*.fc", Style.COLUMN), r"names 'blocks\.\*\.fc', which the model does not have"),
+        (ModuleRule("up", Style.COLUMN, is_optional=True), "splits none of its layers: no name matches 'up'"),
+    ],
+    ids=["no matrix", "no module", "nothing"],
+)
+def test_a_rule_that_splits_nothing_is_refused(rule, message):
+    with pytest.raises(ConfigError, match=message):
+        split(nn.ModuleDict({"layer": nn.LayerNorm(8)}), rule)

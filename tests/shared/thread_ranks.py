@@ -38,19 +38,11 @@ class ThreadGroup:
         self._shared.barrier.wait()
         return values
 
-    def subgroup(self, ranks: tuple[int, ...]) -> ThreadGroup:
-        """Return this rank's view of a group of some of the threads, of which it is one."""
-        with self._shared.lock:
-            shared = self._shared.subgroups.setdefault(ranks, _Shared(len(ranks)))
-        return ThreadGroup(ranks.index(self.rank), len(ranks), shared)
-
 
 class _Shared:
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=_SECONDS)
-        self.lock = threading.Lock()
-        self.subgroups: dict[tuple[int, ...], _Shared] = {}
 
 
 def on_threads(size: int, function: Callable[[ThreadGroup], Any]) -> list[Any]:
@@ -68,8 +60,7 @@ def on_threads(size: int, function: Callable[[ThreadGroup], Any]) -> list[Any]:
             results[rank] = function(ThreadGroup(rank, size, shared))
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             errors.append(error)
-            for each in (shared, *shared.subgroups.values()):
-                each.barrier.abort()
+            shared.barrier.abort()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -7,6 +7,7 @@ torchvision) become importable then.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from isolated_libraries import import_quietly, use_isolated_libraries
 
@@ -24,6 +25,9 @@ from model_zoo.transformers_families import MODELS as _FAMILIES
 from model_zoo.transformers_heads import HEADS
 from model_zoo.transformers_language import MODELS as _LANGUAGE
 from model_zoo.transformers_vision import MODELS as _VISION
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ZOO: dict[str, ZooModel] = {
     model.name: model
@@ -73,4 +77,15 @@ def get_model(name: str) -> ZooModel:
     return model
 
 
-__all__ = ["MATRIX", "ZOO", "Batch", "ZooModel", "get_model"]
+def deepened(name: str, **settings: Any) -> nn.Module:
+    """Return a model of transformers with four layers of one kind, and other settings of its configuration."""
+    zoo = get_model(name)
+    model: Any = zoo.seeded()
+    for key, value in {"num_hidden_layers": 4, **settings}.items():
+        setattr(model.config, key, value)
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = [model.config.layer_types[0]] * 4
+    return replace(zoo, build=lambda: type(model)(model.config)).seeded()
+
+
+__all__ = ["MATRIX", "ZOO", "Batch", "ZooModel", "deepened", "get_model"]
