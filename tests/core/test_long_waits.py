@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from thread_ranks import on_threads
 
 from booster_core.errors import MissingRanksError
 from booster_core.ranks import meeting
@@ -18,15 +18,11 @@ def test_a_long_meeting_names_who_is_missing_once_per_interval(monkeypatch, capl
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=30))
 
-    def come(rank):
+    def come(group):
         with pytest.raises(MissingRanksError):
-            Meeting(store, rank, range(4)).meet("boost", timeout_seconds=0.9)
+            Meeting(store, (1, 3)[group.rank], range(4)).meet("boost", timeout_seconds=0.9)
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(2, come)
     said = [record.getMessage().partition(", ")[0] for record in caplog.records if record.name == "booster"]
     assert 1 <= len(said) <= 4
     # rank 3 says nothing once rank 1 is there, and both name the two that never come

@@ -301,22 +301,6 @@ def test_the_monitor_can_be_turned_off(run_script, tmp_path, monkeypatch):
     assert "Booster" not in run.output
 
 
-def test_a_monitor_that_rank_0_alone_turns_off_ends_the_launch(run_script, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(
-        textwrap.dedent("""
-        import os, sys
-        os.environ["BOOSTER_MONITOR"] = sys.argv[1]
-        from booster_core.ranks.launch import launch
-        launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
-        """)
-    )
-    port = str(free_port())
-    run = run_script(path, (0, port), (1, port))
-    assert run.codes == [1, 1], run.output
-    assert "did not start: rank 1 has BOOSTER_MONITOR=1, but rank 0 has BOOSTER_MONITOR=0" in run.output
-
-
 TORCH_COLLECTIVES = """
 import sys, threading, time
 import torch, torch.distributed as dist
@@ -398,28 +382,6 @@ def test_launching_again_after_a_launch_that_failed(run_script, tmp_path):
         del os.environ["GLOO_SOCKET_IFNAME"]
         c = launch(rank, 2, "127.0.0.1", second, verbose=False, timeout_seconds=60)
         assert c.all_gather_object(c.rank) == [0, 1]
-        """)
-    )
-    ports = [str(free_port()), str(free_port())]
-    run = run_script(path, (0, *ports), (1, *ports))
-    assert run.codes == [0, 0], run.output
-
-
-def test_launching_twice_in_one_process(run_script, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(
-        textwrap.dedent("""
-        import sys
-        import torch, torch.distributed as dist
-        from booster_core.ranks.launch import launch, shutdown
-        for port in sys.argv[2:]:
-            c = launch(int(sys.argv[1]), 2, "127.0.0.1", int(port), verbose=False, timeout_seconds=60)
-            c.block_all(name="step")
-            assert c.all_gather_object(c.rank) == [0, 1]
-            hook = sys.excepthook
-            shutdown()
-            assert sys.excepthook is not hook
-            assert not dist.is_initialized()
         """)
     )
     ports = [str(free_port()), str(free_port())]

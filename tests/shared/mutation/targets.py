@@ -97,7 +97,7 @@ TARGETS = {
     # norms, sums over ranks and clipping
     "core/norm": Target(
         "booster_core.gradients.norm",
-        ("core/test_gradients.py", "core/test_global_norm.py"),
+        ("core/test_gradients.py",),
     ),
     "core/clip": Target(
         "booster_core.gradients.clip",
@@ -124,6 +124,6 @@ TARGETS = {
     # the loss scale
     "core/loss_scaler": Target(
         "booster_core.precision.loss_scaler",
-        ("core/test_loss_scaler.py", "core/test_global_norm.py"),
+        ("core/test_loss_scaler.py", "core/test_gradients.py"),
     ),
 }
