@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from thread_ranks import on_threads
 
 from booster_core.errors import MissingRanksError
 from booster_core.ranks import meeting as meeting_module
-from booster_core.ranks.meeting import Meeting, Outcome
+from booster_core.ranks.meeting import LongWait, Meeting, Outcome
 
 
 class CountingStore:
@@ -136,9 +137,9 @@ def test_failed_meetings_leave_no_keys():
     meetings = [Meeting(store, rank, range(2)) for rank in range(2)]
     numbers = []
     for _ in range(5):
-        for meeting, name in zip(meetings, ("save_model", "save_model"), strict=True):
+        for each in meetings:
             with pytest.raises(MissingRanksError):
-                meeting.meet(name, timeout_seconds=0.01)
+                each.meet("save_model", timeout_seconds=0.01)
         on_threads(2, lambda group: meetings[group.rank].meet("x", timeout_seconds=9))
         numbers.append(store.num_keys())
     assert len(set(numbers)) == 1
@@ -215,3 +216,26 @@ def test_only_errors_that_are_told_are_kept():
     on_threads(40, run)
     assert store.num_operations["set"] == 40 + 10  # each rank's place, and ten errors
     assert store.num_operations["delete_key"] == 10 + 6
+
+
+def test_a_long_meeting_names_who_is_missing_once_per_interval(monkeypatch, caplog):
+    monkeypatch.setattr(meeting_module, "_NOTE_SECONDS", 0.2)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=30))
+
+    def come(group):
+        with pytest.raises(MissingRanksError):
+            Meeting(store, (1, 3)[group.rank], range(4)).meet("boost", timeout_seconds=0.9)
+
+    on_threads(2, come)
+    said = [record.getMessage().partition(", ")[0] for record in caplog.records if record.name == "booster"]
+    assert 1 <= len(said) <= 4
+    # rank 3 says nothing once rank 1 is there, and both name the two that never come
+    assert set(said) <= {"`boost` waits for ranks 0 and 2", "`boost` waits for ranks 0, 1 and 2"}
+    assert said[-1] == "`boost` waits for ranks 0 and 2"
+
+
+def test_short_waits_say_nothing(caplog):
+    wait = LongWait()
+    wait.note(lambda: pytest.fail("not asked before its time"))
+    assert not caplog.records

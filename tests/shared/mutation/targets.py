@@ -44,12 +44,12 @@ TARGETS = {
     ),
     "runtime/ranks": Target(
         "booster_runtime.sharding.ranks",
-        ("runtime/test_sharding_ranks.py",),
+        ("runtime/test_sharding_layers.py",),
         ("sharding_groups",),
     ),
     "runtime/state_owners": Target(
         "booster_runtime.sharding.hosting",
-        ("runtime/test_piece_owners.py",),
+        ("runtime/test_hosted_optimizer.py",),
         ("piece_shard",),
     ),
     "hybrid/split": Target(
@@ -105,7 +105,7 @@ TARGETS = {
     ),
     "runtime/sums": Target(
         "booster_runtime.collectives.sums",
-        ("runtime/test_sums.py", "runtime/test_flat_ranges.py"),
+        ("runtime/test_sums.py",),
     ),
     # pipeline schedules
     "hybrid/schedule": Target(
