@@ -58,6 +58,15 @@ def test_a_model_with_adapters_is_refused():
     expect_on_ranks(ConfigError, r"'bare' does not train adapters.*`Capability\.LORA`", boost, 2, make_adapted)
 
 
+def boost_without_a_plugin():
+    Booster("cpu").boost(make_linear())
+
+
+def test_several_ranks_need_a_plugin():
+    message = r"but 2 ranks were launched: .* Choose a plugin, for example `Booster\(plugin='ddp'\)`"
+    expect_on_ranks(ConfigError, message, boost_without_a_plugin, 2)
+
+
 def boost_with_whole_loader():
     boost(make_linear, DataLoader(torch.ones(8, 4), batch_size=2))
 

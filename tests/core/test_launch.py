@@ -98,29 +98,10 @@ def test_launching_again_after_shutdown(port):
         assert not dist.is_initialized()
 
 
-def test_an_empty_config_is_accepted():
-    launch_from_torch({})
-
-
 @pytest.mark.parametrize("config", ["./config.py", {"zero": 1}])
 def test_a_config_is_refused(config):
     with pytest.raises(ConfigError, match=r"`config=.*` has no effect here"):
         launch_from_torch(config)
-
-
-def test_some_of_torchruns_variables(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="RANK and WORLD_SIZE are set and MASTER_ADDR and MASTER_PORT are not"):
-        launch_from_torch()
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
-def test_a_variable_that_is_no_integer(monkeypatch, name):
-    for key, value in {**TORCHRUN, "MASTER_PORT": "29500", name: "two"}.items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(ConfigError, match=f"environment variable {name}='two' is not an integer"):
-        launch_from_torch()
 
 
 @pytest.mark.parametrize(

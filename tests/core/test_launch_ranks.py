@@ -48,7 +48,9 @@ def test_launching_again_at_the_same_port(run, slow):
         if rank == {slow}:
             time.sleep(1)  # the other one launches again meanwhile
         del c  # which would keep the store that rank 0 serves
+        hook = sys.excepthook
         shutdown()
+        assert sys.excepthook is not hook
         gc.collect()
         if rank == {slow}:
             time.sleep(0.5)  # where it served the store, that is gone

@@ -3,13 +3,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from thread_ranks import on_threads
 
 from booster_core.errors import MissingRanksError
 from booster_core.ranks import meeting as meeting_module
-from booster_core.ranks.meeting import Meeting, Outcome
+from booster_core.ranks.meeting import LongWait, Meeting, Outcome
 
 
 class CountingStore:
@@ -37,16 +39,12 @@ def meet_all(num_ranks, num_meetings):
     shared = dist.HashStore()
     stores = [CountingStore(shared) for _ in range(num_ranks)]
 
-    def run(rank):
-        meetings = Meeting(stores[rank], rank, range(num_ranks))
+    def run(group):
+        meetings = Meeting(stores[group.rank], group.rank, range(num_ranks))
         for _ in range(num_meetings):
             meetings.meet("step", timeout_seconds=30)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(num_ranks, run)
     return [sum(store.num_operations.values()) for store in stores], shared.num_keys()
 
 
@@ -78,29 +76,13 @@ def test_a_retry_meets_those_who_were_late():
         first.meet("step", timeout_seconds=0.1)
     with pytest.raises(MissingRanksError, match="has failed before rank 1 came"):
         second.meet("step", timeout_seconds=30)
-    thread = threading.Thread(target=first.meet, args=("step",), kwargs={"timeout_seconds": 30})
-    thread.start()
-    second.meet("step", timeout_seconds=30)
-    thread.join()
+    on_threads(2, lambda group: (first, second)[group.rank].meet("step", timeout_seconds=30))
 
 
 def on_ranks(num_ranks, function):
-    """Return what a function returns or raises for each rank, one thread each."""
+    """Return what a function returns for each rank, one thread each."""
     store = CountingStore(dist.HashStore())
-    results = [None] * num_ranks
-
-    def run(rank):
-        try:
-            results[rank] = function(rank, Meeting(store, rank, range(num_ranks)))
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return on_threads(num_ranks, lambda group: function(group.rank, Meeting(store, group.rank, range(num_ranks))))
 
 
 def test_errors_and_digests_come_with_the_meeting():
@@ -155,14 +137,10 @@ def test_failed_meetings_leave_no_keys():
     meetings = [Meeting(store, rank, range(2)) for rank in range(2)]
     numbers = []
     for _ in range(5):
-        for meeting, name in zip(meetings, ("save_model", "save_model"), strict=True):
+        for each in meetings:
             with pytest.raises(MissingRanksError):
-                meeting.meet(name, timeout_seconds=0.01)
-        threads = [threading.Thread(target=each.meet, args=("x",), kwargs={"timeout_seconds": 9}) for each in meetings]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+                each.meet("save_model", timeout_seconds=0.01)
+        on_threads(2, lambda group: meetings[group.rank].meet("x", timeout_seconds=9))
         numbers.append(store.num_keys())
     assert len(set(numbers)) == 1
 
@@ -173,18 +151,11 @@ def fail_without_one(num_ranks):
     stores = [CountingStore(shared) for _ in range(num_ranks - 1)]
     who = f"for rank {num_ranks - 1} of {num_ranks}, which did not call it"
 
-    def run(rank):
+    def run(group):
         with pytest.raises(MissingRanksError, match=who):
-            Meeting(stores[rank], rank, range(num_ranks)).meet("save_model", timeout_seconds=2.0)
-        come.append(rank)
+            Meeting(stores[group.rank], group.rank, range(num_ranks)).meet("save_model", timeout_seconds=2.0)
 
-    come = []
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks - 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(come) == list(range(num_ranks - 1))
+    on_threads(num_ranks - 1, run)
     return [store.num_operations.total() for store in stores]
 
 
@@ -195,18 +166,13 @@ def test_the_work_of_a_rank_does_not_grow_where_one_is_missing():
 def test_one_rank_alone_reads_who_came_where_one_is_missing():
     shared = dist.HashStore()
     stores = [CountingStore(shared) for _ in range(24)]
-    num_come = threading.Barrier(24)
 
-    def run(rank):
-        num_come.wait()  # so that all reach their limit at about the same time
+    def run(group):
+        group.exchange(None)  # so that all reach their limit at about the same time
         with pytest.raises(MissingRanksError, match=r"waited 0\.5 s for rank 24 of 25"):
-            Meeting(stores[rank], rank, range(25)).meet("save_model", timeout_seconds=0.5)
+            Meeting(stores[group.rank], group.rank, range(25)).meet("save_model", timeout_seconds=0.5)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(24, run)
     assert sum("0/came" in store.keys_read for store in stores) == 1
 
 
@@ -244,13 +210,32 @@ def test_a_rank_says_what_it_calls_where_that_changes():
 def test_only_errors_that_are_told_are_kept():
     store = CountingStore(dist.HashStore())
 
-    def run(rank):
-        Meeting(store, rank, range(40)).meet("load", error=ValueError(rank), timeout_seconds=30)
+    def run(group):
+        Meeting(store, group.rank, range(40)).meet("load", error=ValueError(group.rank), timeout_seconds=30)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(40, run)
     assert store.num_operations["set"] == 40 + 10  # each rank's place, and ten errors
     assert store.num_operations["delete_key"] == 10 + 6
+
+
+def test_a_long_meeting_names_who_is_missing_once_per_interval(monkeypatch, caplog):
+    monkeypatch.setattr(meeting_module, "_NOTE_SECONDS", 0.2)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=30))
+
+    def come(group):
+        with pytest.raises(MissingRanksError):
+            Meeting(store, (1, 3)[group.rank], range(4)).meet("boost", timeout_seconds=0.9)
+
+    on_threads(2, come)
+    said = [record.getMessage().partition(", ")[0] for record in caplog.records if record.name == "booster"]
+    assert 1 <= len(said) <= 4
+    # rank 3 says nothing once rank 1 is there, and both name the two that never come
+    assert set(said) <= {"`boost` waits for ranks 0 and 2", "`boost` waits for ranks 0, 1 and 2"}
+    assert said[-1] == "`boost` waits for ranks 0 and 2"
+
+
+def test_short_waits_say_nothing(caplog):
+    wait = LongWait()
+    wait.note(lambda: pytest.fail("not asked before its time"))
+    assert not caplog.records

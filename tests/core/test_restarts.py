@@ -78,11 +78,3 @@ def test_one_agent_with_a_static_rendezvous(script, tmp_path):
     (output,) = run_agents([[*options, script, 0, tmp_path / "failed"]], tmp_path)
     for rank in range(2):
         assert f"rank {rank} met [0, 1] after 1 restarts" in output
-
-
-@pytest.mark.slow  # tests/together/checkpoints/test_auto_resume.py restarts under such an agent
-def test_a_standalone_agent(script, tmp_path):
-    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    (output,) = run_agents([[*options, script, 1, tmp_path / "failed"]], tmp_path)
-    for rank in range(2):
-        assert f"rank {rank} met [0, 1] after 1 restarts" in output

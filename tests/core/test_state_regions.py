@@ -169,19 +169,6 @@ def test_intersection_holds_the_common_elements(data):
     assert (box is None) == (not common)
 
 
-@pytest.mark.parametrize(
-    ("shape", "box", "contiguous"),
-    [
-        ((4, 6), ((1, 3), (0, 6)), True),
-        ((4, 6), ((0, 4), (2, 4)), False),
-        ((4, 6), ((2, 3), (2, 4)), True),
-        ((), (), True),
-    ],
-)
-def test_rows_are_contiguous_and_columns_are_not(shape, box, contiguous):
-    assert is_contiguous(shape, box) is contiguous
-
-
 @given(st.data())
 def test_relative_slices_find_a_box_within_another(data):
     shape = data.draw(st.lists(st.integers(1, 5), max_size=3).map(tuple))

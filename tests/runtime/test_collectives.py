@@ -245,7 +245,6 @@ def held_after(rounds):
     return before, held()
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list a process's open files there")
 def sum_after_sums_that_are_dropped():
     rank = dist.get_rank()
     for number in range(3):
@@ -259,6 +258,7 @@ def test_collectives_that_nobody_waits_for_take_no_message_of_the_next():
     assert run_on_ranks(sum_after_sums_that_are_dropped, 2, group_timeout_seconds=10.0) == [[1.0] * 4] * 2
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list a process's open files there")
 def test_groups_that_are_destroyed_leave_no_files_or_threads():
     for before, after in run_on_ranks(held_after, 2, 5):
         assert after == before

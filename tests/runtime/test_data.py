@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
-from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.order import ShardedSampler
@@ -122,29 +121,6 @@ def test_position_counts_what_was_handed_out_not_what_was_prefetched():
     assert resumed.epoch == 1
 
 
-def test_a_second_iteration_starts_anew():
-    (loader,) = loaders(range(8), 4, 1)
-    next(iter(loader))
-    assert seen(loader) == list(range(8))
-
-
-def test_epochs_move_on_and_shuffle_anew():
-    (loader,) = loaders(range(20), 4, 1, shuffle=True)
-    first, second = seen(loader), seen(loader)
-    assert sorted(first) == sorted(second) == list(range(20))
-    assert first != second
-    loader.set_epoch(0)
-    assert seen(loader) == first
-    loader.sampler.set_epoch(1)
-    assert seen(loader) == second
-
-
-def test_the_end_is_filled_up_so_that_ranks_make_equally_many_steps():
-    parts = [seen(loader) for loader in loaders(range(7), 2, 3)]
-    assert [len(part) for part in parts] == [3, 3, 3]
-    assert set().union(*parts) == set(range(7))
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_iterable_data_sets_are_dealt_out(num_workers):
     parts = [seen(loader) for loader in loaders(Numbers(11), 2, 2, num_workers=num_workers)]
@@ -198,20 +174,6 @@ def test_a_seed_that_is_no_integer_is_refused(seed):
         prepare_dataloader(range(8), 2, seed=seed, rank=0, world_size=2)
 
 
-@pytest.mark.parametrize("seed", [None, 2**63 - 1, -5])
-def test_a_boosted_loader_is_iterated_under_any_seed(seed):
-    """The seed that torch starts with, where a script sets none, is a large one."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(torch.Generator().initial_seed() if seed is None else seed)
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        plain = DataLoader(range(12), batch_size=4, shuffle=True)
-        _, _, _, loader, _ = Booster().boost(model, optimizer, None, plain)
-        first, second = seen(loader), seen(loader)
-    assert sorted(first) == sorted(second) == list(range(12))
-    assert first != second
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_plain_loader_is_split_and_keeps_its_settings(shuffle):
     def collate(samples):
@@ -222,12 +184,6 @@ def test_a_plain_loader_is_split_and_keeps_its_settings(shuffle):
     assert all(isinstance(part, DistributedDataLoader) and part.drop_last for part in parts)
     assert sorted(sample for part in parts for sample in seen(part)) == list(range(0, 120, 10))
     assert split_dataloader(parts[0], rank=0, world_size=3, seed=1) is parts[0]
-
-
-def test_a_loader_with_a_distributed_sampler_is_left_alone():
-    sampler = DistributedSampler(range(8), 2, 0)
-    loader = DataLoader(range(8), sampler=sampler)
-    assert split_dataloader(loader, rank=0, world_size=2, seed=0) is loader
 
 
 class Reversed(torch.utils.data.Sampler):

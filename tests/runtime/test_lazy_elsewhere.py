@@ -34,25 +34,17 @@ def test_what_no_module_holds_stays_lazy_and_says_so() -> None:
         torch.ones(8) * held
 
 
-def test_a_criterion_with_weights_gets_its_values() -> None:
-    def weighted(_: nn.Module) -> nn.Module:
-        return nn.CrossEntropyLoss(weight=torch.rand(4))
+def weighted(_: nn.Module) -> nn.Module:
+    return nn.CrossEntropyLoss(weight=torch.rand(4))
 
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_criterion_with_weights_gets_its_values(alone) -> None:
     _, expected = build(False, weighted)
     model, criterion = build(True, weighted)
-    boosted = Booster().boost(model, criterion=criterion)
+    boosted = Booster().boost(TinyMLP() if alone else model, criterion=criterion)
     assert boosted[2] is criterion
     assert type(criterion.weight) is Tensor
-    assert torch.equal(criterion.weight, expected.weight)
-
-
-def test_a_criterion_alone_may_be_lazy() -> None:
-    torch.manual_seed(SEED)
-    expected = nn.CrossEntropyLoss(weight=torch.rand(4))
-    torch.manual_seed(SEED)
-    with LazyInitContext():
-        criterion = nn.CrossEntropyLoss(weight=torch.rand(4))
-    Booster().boost(TinyMLP(), criterion=criterion)
     assert torch.equal(criterion.weight, expected.weight)
 
 

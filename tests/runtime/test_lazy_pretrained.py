@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ def from_pretrained(folder: Path, **changes: Any) -> nn.Module:
     return joined(LlamaForCausalLM.from_pretrained(folder, **changes))
 
 
+def lazily(folder: Path, **changes: Any) -> nn.Module:
+    with LazyInitContext():
+        return from_pretrained(folder, **changes)
+
+
 def joined(model: nn.Module) -> nn.Module:
     """Wait for the threads that transformers loads with; it tells them to end and goes on."""
     for thread in threading.enumerate():
@@ -52,6 +58,11 @@ def assert_same_state(lazy: nn.Module, eager: nn.Module) -> None:
     for name, tensor in state_of(lazy).items():
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor, expected[name]), name
+
+
+def shard_of(name: str, whole: torch.Tensor, box: Any, dtype: torch.dtype = torch.float32) -> TensorShard:
+    data = torch.empty(box_shape(box), dtype=dtype)
+    return TensorShard(name=name, global_shape=tuple(whole.shape), dtype=dtype, box=box, data=data)
 
 
 @pytest.fixture
@@ -99,18 +110,13 @@ def test_what_the_files_lack_is_initialised(folder) -> None:
 
 
 def test_sharded_files_are_read(tmp_path) -> None:
-    model = tiny_llama()
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    tiny_llama().save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    with LazyInitContext():
-        lazy = from_pretrained(tmp_path)
-    materialize(lazy)
-    assert_same_state(lazy, from_pretrained(tmp_path))
+    assert_same_state(materialize(lazily(tmp_path)), from_pretrained(tmp_path))
 
 
 def test_nothing_is_read_inside_of_the_context(folder, bytes_read) -> None:
-    with LazyInitContext():
-        model = from_pretrained(folder)
+    model = lazily(folder)
     assert sum(bytes_read) == 0
     materialize(model)
     assert sum(bytes_read) == sum(parameter.nbytes for parameter in model.parameters())
@@ -120,15 +126,12 @@ def test_nothing_is_read_inside_of_the_context(folder, bytes_read) -> None:
 def test_shards_read_their_ranges_only(folder, dtype, bytes_read) -> None:
     eager = from_pretrained(folder, dtype=dtype)
     bytes_read.clear()
-    with LazyInitContext():
-        lazy = from_pretrained(folder, dtype=dtype)
+    lazy = lazily(folder, dtype=dtype)
     recording = take_recording(lazy)
     shards = []
     for name, parameter in lazy.named_parameters():
-        shape = tuple(parameter.shape)
-        box = ((shape[0] // 4, shape[0] // 2), *full_box(shape)[1:])
-        data = torch.empty(box_shape(box), dtype=dtype)
-        shards.append(TensorShard(name=name, global_shape=shape, dtype=dtype, box=box, data=data))
+        rows, *others = full_box(tuple(parameter.shape))
+        shards.append(shard_of(name, parameter, ((rows[1] // 4, rows[1] // 2), *others), dtype))
     recording.fill(shards, "cpu")
     assert sum(bytes_read) == sum(4 * shard.numel for shard in shards)
     for shard in shards:
@@ -141,42 +144,24 @@ def test_shards_read_their_ranges_only(folder, dtype, bytes_read) -> None:
 def test_flat_shards_read_their_ranges_only(folder, bytes_read) -> None:
     eager = from_pretrained(folder)
     bytes_read.clear()
-    with LazyInitContext():
-        lazy = from_pretrained(folder)
+    parameters = dict((lazy := lazily(folder)).named_parameters())
     recording = take_recording(lazy)
-    data = torch.empty(50)
     name = "model.embed_tokens.weight"
-    shape = tuple(lazy.get_parameter(name).shape)
-    shard = TensorShard(
-        name=name, global_shape=shape, dtype=torch.float32, box=full_box(shape), flat=(33, 83), data=data
-    )
-    others = [
-        TensorShard(
-            name=other,
-            global_shape=tuple(parameter.shape),
-            dtype=torch.float32,
-            box=tuple((0, 0) for _ in parameter.shape),
-            data=torch.empty([0] * parameter.dim()),
-        )
-        for other, parameter in lazy.named_parameters()
-        if other != name
-    ]
+    whole = parameters.pop(name)
+    shard = replace(shard_of(name, whole, full_box(tuple(whole.shape))), flat=(33, 83), data=torch.empty(50))
+    others = [shard_of(other, each, tuple((0, 0) for _ in each.shape)) for other, each in parameters.items()]
     recording.fill([shard, *others], "cpu")
-    assert torch.equal(data, eager.get_parameter(name).flatten()[33:83])
+    assert torch.equal(shard.data, eager.get_parameter(name).flatten()[33:83])
     assert sum(bytes_read) == 200
 
 
 def test_a_converted_tensor_is_read_into_its_own_dtype_first(folder) -> None:
-    with LazyInitContext():
-        lazy = from_pretrained(folder, dtype=torch.bfloat16)
-    eager = from_pretrained(folder, dtype=torch.bfloat16)
+    lazy, eager = lazily(folder, dtype=torch.bfloat16), from_pretrained(folder, dtype=torch.bfloat16)
     recording = take_recording(lazy)
     name = "model.norm.weight"
-    shape = tuple(lazy.get_parameter(name).shape)
-    data = torch.empty(shape)
-    shard = TensorShard(name=name, global_shape=shape, dtype=torch.float32, box=full_box(shape), data=data)
+    shard = shard_of(name, eager.get_parameter(name), full_box(tuple(eager.get_parameter(name).shape)))
     recording.fill([shard], "cpu")
-    assert torch.equal(data, eager.get_parameter(name).float())
+    assert torch.equal(shard.data, eager.get_parameter(name).float())
 
 
 def test_trains_as_loaded(folder) -> None:
@@ -189,9 +174,7 @@ def test_trains_as_loaded(folder) -> None:
         optimizer.step()
         return float(model(input_ids=x, labels=x).loss.detach())
 
-    with LazyInitContext():
-        lazy = from_pretrained(folder)
-    assert loss_after_a_step(lazy) == loss_after_a_step(from_pretrained(folder))
+    assert loss_after_a_step(lazily(folder)) == loss_after_a_step(from_pretrained(folder))
 
 
 @pytest.mark.parametrize("folder", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"], indirect=True)
@@ -242,20 +225,14 @@ def test_load_pretrained_keeps_what_the_files_lack(tmp_path) -> None:
     assert torch.equal(lazy.first.weight, Source(tmp_path, "model").read_whole("first.weight"))
 
 
-def test_files_that_are_gone_are_named(folder) -> None:
-    with LazyInitContext():
-        model = from_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(LazyInitError, match=r"can't be read any more.*Keep the files until the model is boosted"):
-        materialize(model)
-
-
-def test_files_that_changed_are_named(folder) -> None:
-    with LazyInitContext():
-        model = from_pretrained(folder)
+def test_files_that_changed_or_are_gone_are_named(folder) -> None:
+    model, other = lazily(folder), lazily(folder)
     tiny_llama(hidden_size=64).save_pretrained(folder)
     with pytest.raises(LazyInitError, match=r"was changed: '.*' was \(.*, and is \(.*Keep the files"):
         materialize(model)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(LazyInitError, match=r"can't be read any more.*Keep the files until the model is boosted"):
+        materialize(other)
 
 
 def test_files_are_opened_lazily_by_transformers_alone_and_within_the_block() -> None:
@@ -308,7 +285,4 @@ def test_bin_files_load_inside_of_the_context(tmp_path) -> None:
     model = tiny_llama()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     model.config.save_pretrained(tmp_path)
-    with LazyInitContext():
-        lazy = from_pretrained(tmp_path)
-    materialize(lazy)
-    assert_same_state(lazy, model)
+    assert_same_state(materialize(lazily(tmp_path)), model)

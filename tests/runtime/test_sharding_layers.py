@@ -1,9 +1,14 @@
-"""Which modules a sharding strategy gathers together."""
+"""What a sharding strategy gathers together, where it cuts, and which ranks share the pieces."""
 
+import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn, optim
 
-from booster_runtime.sharding import layers_of, modules_by_size, parameters_by_unit, without_split_ties
+from booster_core.errors import ConfigError
+from booster_runtime.sharding import layers_of, modules_by_size, parameters_by_unit, partition_for, without_split_ties
+from booster_runtime.sharding.ranks import sharding_groups
 
 WIDE = 256  # a square matrix of this width is just large enough for a layer of its own
 
@@ -80,3 +85,70 @@ def test_parameters_belong_to_the_innermost_unit():
     assert len(found[""]) == len(rest)
     assert {id(parameter) for parameter in found[""]} == {id(parameter) for parameter in rest}
     assert sum(map(torch.numel, found[""])) == sum(map(torch.numel, rest))
+
+
+def parameters():
+    return [nn.Parameter(torch.ones(3, 2))]
+
+
+class Own(optim.AdamW):
+    """A class that torch does not have: nothing tells what its step does."""
+
+
+class Elementwise(Own):
+    is_elementwise = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (optim.SGD, "flat"),
+        (optim.AdamW, "flat"),
+        (optim.ASGD, "flat"),
+        (optim.Adafactor, "parameter"),
+        (optim.Muon, "parameter"),
+        (Own, "parameter"),
+        (Elementwise, "flat"),
+    ],
+)
+def test_the_class_says_whether_parameters_may_be_cut(kind, expected):
+    state = torch.get_rng_state()
+    assert partition_for(kind(parameters(), lr=0.1), "auto") == expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_choice_goes_before_the_class():
+    assert partition_for(Own(parameters()), "flat") == "flat"
+    assert partition_for(optim.SGD(parameters()), "parameter") == "parameter"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.LBFGS(parameters()), "LBFGS can't be sharded"),
+        (lambda: optim.SparseAdam(parameters()), "SparseAdam takes sparse gradients"),
+        (lambda: Own([{"params": parameters(), "max_grad_norm": 1.0}]), "`max_grad_norm=1.0`.*the plugin clip"),
+        (lambda: Own([{"params": parameters(), "d": 1e-6}]), "`d=1e-06`.*estimates its step size"),
+    ],
+    ids=["lbfgs", "sparse", "lamb", "prodigy"],
+)
+def test_what_cannot_be_sharded_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        partition_for(make(), "auto")
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_replicas_and_shards_are_a_grid(replica_size, shard_size):
+    world_size = replica_size * shard_size
+    replicas, shards = sharding_groups(world_size, replica_size)
+    assert [len(replica) for replica in replicas] == [shard_size] * replica_size
+    assert [len(holders) for holders in shards] == [replica_size] * shard_size
+    assert sorted(rank for replica in replicas for rank in replica) == list(range(world_size))
+    for number, replica in enumerate(replicas):
+        for index, rank in enumerate(replica):
+            assert shards[index][number] == rank == number * shard_size + index, "replicas are consecutive ranks"
+
+
+def test_a_number_of_replicas_that_does_not_divide_is_refused_with_those_that_do():
+    with pytest.raises(ConfigError, match=r"does not divide the world size 6\. Use one of 1, 2, 3, 6\."):
+        sharding_groups(6, 4)

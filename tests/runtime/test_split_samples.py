@@ -133,23 +133,6 @@ def test_a_sampler_that_fails_on_one_rank_fails_on_every_rank():
     expect_on_ranks(OSError, "no such file", boost_with, 2, BreaksOnOneRank)
 
 
-class Doubled(DataLoader):
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield 2 * batch
-
-
-def boost_own_iteration():
-    plugin = ReferencePlugin()
-    return type(Booster("cpu", plugin=plugin).boost(nn.Linear(2, 2), dataloader=Doubled(range(8))).dataloader)
-
-
-def test_a_class_that_iterates_in_a_way_of_its_own_is_refused_on_every_rank():
-    match = "is a `Doubled`, whose own `__iter__` may not follow.*wrap the loader that `boost` returns"
-    expect_on_ranks(ConfigError, match, boost_own_iteration, 2)
-    assert run_on_ranks(boost_own_iteration, 1) == [Doubled]
-
-
 class SizedStream(IterableDataset):
     def __init__(self, length):
         self.length = length

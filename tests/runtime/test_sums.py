@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from booster_runtime.collectives.sums import combine_into, scale_of, sum_into
+from booster_runtime.collectives.sums import combine_into, overlaps, scale_of, sum_into
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 
@@ -118,3 +118,26 @@ def test_terms_of_ranks_are_combined_the_same_wherever_the_result_is(op, count):
 
 def test_only_a_mean_is_divided_by_the_number_of_ranks():
     assert [scale_of(op, 4) for op in OPERATIONS] == [1.0, 0.25, 1.0, 1.0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=5), st.integers(0, 30), st.integers(0, 30))
+def test_pieces_are_what_parts_and_range_have_in_common(gaps, low, high):
+    parts, held, position = [], {}, 0
+    for gap, length in gaps:
+        position += gap
+        values = torch.arange(position, position + length) + 100
+        parts.append((position, values))
+        held.update(zip(range(position, position + length), values.tolist(), strict=True))
+        position += length
+    expected = {index: value for index, value in held.items() if low <= index < high}
+    pieces = overlaps(parts, low, high)
+    found = [(start + index, value) for start, part in pieces for index, value in enumerate(part.tolist())]
+    assert found == sorted(expected.items())
+    assert all(part.numel() for _, part in pieces)
+
+
+def test_pieces_are_views():
+    whole = torch.zeros(6)
+    ((start, piece),) = overlaps([(10, whole)], 12, 14)
+    piece.fill_(1.0)
+    assert (start, whole.tolist()) == (12, [0, 0, 1, 1, 0, 0])

@@ -152,6 +152,18 @@ def run_script(scripts):
 
 
 @pytest.fixture
+def run_text(run_script, tmp_path):
+    """Return a function that runs a script of the test by hand, once for each list of arguments."""
+
+    def run(text, *arguments):
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(text))
+        return run_script(path, *arguments)
+
+    return run
+
+
+@pytest.fixture
 def run_ranks(run_script):
     """Return a function that runs the script above by hand on several ranks."""
 
@@ -277,11 +289,9 @@ def test_a_rank_that_dies_while_the_group_is_opened_ends_all(run_ranks, script, 
     assert f"rank {victim}" in run.output
 
 
-def test_the_monitor_can_be_turned_off(run_script, tmp_path, monkeypatch):
+def test_the_monitor_can_be_turned_off(run_text, monkeypatch):
     monkeypatch.setenv("BOOSTER_MONITOR", "0")
-    path = tmp_path / "train.py"
-    path.write_text(
-        textwrap.dedent("""
+    script = """
         import os, signal, sys, threading, time, warnings
         warnings.simplefilter("error")
         from booster_core.ranks.launch import launch
@@ -293,28 +303,11 @@ def test_the_monitor_can_be_turned_off(run_script, tmp_path, monkeypatch):
         if c.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(4)
-        """)
-    )
+        """
     port = str(free_port())
-    run = run_script(path, (0, port), (1, port))
+    run = run_text(script, (0, port), (1, port))
     assert run.codes == [0, -9], run.output
     assert "Booster" not in run.output
-
-
-def test_a_monitor_that_rank_0_alone_turns_off_ends_the_launch(run_script, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(
-        textwrap.dedent("""
-        import os, sys
-        os.environ["BOOSTER_MONITOR"] = sys.argv[1]
-        from booster_core.ranks.launch import launch
-        launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
-        """)
-    )
-    port = str(free_port())
-    run = run_script(path, (0, port), (1, port))
-    assert run.codes == [1, 1], run.output
-    assert "did not start: rank 1 has BOOSTER_MONITOR=1, but rank 0 has BOOSTER_MONITOR=0" in run.output
 
 
 TORCH_COLLECTIVES = """
@@ -351,38 +344,30 @@ SAID = {
 
 
 @matrix(["groups", "missing"], what=SAID)  # test_verdicts.py has what is said of which calls
-def test_ranks_that_torchs_collectives_keep_are_named_before_the_time_limit(run_script, tmp_path, what):
-    path = tmp_path / "train.py"
-    path.write_text(TORCH_COLLECTIVES)
+def test_ranks_that_torchs_collectives_keep_are_named_before_the_time_limit(run_text, what):
     port = str(free_port())
-    run = run_script(path, (what, 0, port), (what, 1, port))
+    run = run_text(TORCH_COLLECTIVES, (what, 0, port), (what, 1, port))
     assert run.codes == [1, 1], run.output
     assert SAID[what] in run.output, run.output
 
 
-def test_threads_that_go_on_keep_a_failed_rank_for_a_short_time(run_script, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(TORCH_COLLECTIVES)
+def test_threads_that_go_on_keep_a_failed_rank_for_a_short_time(run_text):
     port = str(free_port())
-    run = run_script(path, ("thread", 0, port), ("thread", 1, port))
+    run = run_text(TORCH_COLLECTIVES, ("thread", 0, port), ("thread", 1, port))
     assert run.codes == [1, 1], run.output
     assert "Booster: rank 1 failed: ZeroDivisionError: the original error" in run.output
     assert run.seconds < 14, run.output  # the limit for what ends by itself is 20
 
 
-def test_the_monitors_switch_is_checked_before_anything_is_opened(run_script, tmp_path, monkeypatch):
+def test_the_monitors_switch_is_checked_before_anything_is_opened(run_text, monkeypatch):
     monkeypatch.setenv("BOOSTER_MONITOR", "off")
-    path = tmp_path / "train.py"
-    path.write_text("from booster_core.ranks.launch import launch\nlaunch(0, 2, '127.0.0.1', 1)\n")
-    run = run_script(path, ())
+    run = run_text("from booster_core.ranks.launch import launch\nlaunch(0, 2, '127.0.0.1', 1)\n", ())
     assert run.codes == [1], run.output
     assert "BOOSTER_MONITOR='off' must be 1 (ranks learn at once when one dies) or 0." in run.output
 
 
-def test_launching_again_after_a_launch_that_failed(run_script, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(
-        textwrap.dedent("""
+def test_launching_again_after_a_launch_that_failed(run_text):
+    script = """
         import os, sys
         import torch.distributed as dist
         from booster_core.errors import LaunchError
@@ -398,32 +383,9 @@ def test_launching_again_after_a_launch_that_failed(run_script, tmp_path):
         del os.environ["GLOO_SOCKET_IFNAME"]
         c = launch(rank, 2, "127.0.0.1", second, verbose=False, timeout_seconds=60)
         assert c.all_gather_object(c.rank) == [0, 1]
-        """)
-    )
+        """
     ports = [str(free_port()), str(free_port())]
-    run = run_script(path, (0, *ports), (1, *ports))
-    assert run.codes == [0, 0], run.output
-
-
-def test_launching_twice_in_one_process(run_script, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(
-        textwrap.dedent("""
-        import sys
-        import torch, torch.distributed as dist
-        from booster_core.ranks.launch import launch, shutdown
-        for port in sys.argv[2:]:
-            c = launch(int(sys.argv[1]), 2, "127.0.0.1", int(port), verbose=False, timeout_seconds=60)
-            c.block_all(name="step")
-            assert c.all_gather_object(c.rank) == [0, 1]
-            hook = sys.excepthook
-            shutdown()
-            assert sys.excepthook is not hook
-            assert not dist.is_initialized()
-        """)
-    )
-    ports = [str(free_port()), str(free_port())]
-    run = run_script(path, (0, *ports), (1, *ports))
+    run = run_text(script, (0, *ports), (1, *ports))
     assert run.codes == [0, 0], run.output
 
 
@@ -456,19 +418,16 @@ def test_what_the_script_catches_ends_nothing(run_ranks, script):
     assert run.output.count("FINE") == 2
 
 
-def test_an_interrupt_behaves_as_usual(run_script, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(
-        textwrap.dedent("""
+def test_an_interrupt_behaves_as_usual(run_text):
+    script = """
         import sys, os, signal, time
         from booster_core.ranks.launch import launch
         launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
         if sys.argv[1] == "1":
             os.kill(os.getpid(), signal.SIGINT)
         time.sleep(300)
-        """)
-    )
+        """
     port = str(free_port())
-    run = run_script(path, (0, port), (1, port))
+    run = run_text(script, (0, port), (1, port))
     assert run.codes == [1, -2], run.output
     assert "KeyboardInterrupt" in run.output

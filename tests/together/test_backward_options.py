@@ -16,7 +16,6 @@ from booster_zero import LowLevelZeroPlugin
 MORE = {"zero2": (LowLevelZeroPlugin, {"stage": 2}), "zero3": (HybridParallelPlugin, {"zero_stage": 3})}
 CHOSEN = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
 KINDS = ["twice", "some", "embeddings", "both", "all"]
-LEARNING_RATE = 0.5
 IDS = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(1))
 
 

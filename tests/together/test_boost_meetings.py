@@ -5,35 +5,25 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import Setting
+from plugin_runs import runs
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from booster_core import Booster
-from booster_core.plugin import load
 from booster_core.ranks.meeting import Meeting
+from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks
+from booster_testing.models import tiny_llama
 
 SETTINGS = {
-    "ddp": ("ddp", {}),
-    "zero": ("zero", {"stage": 2}),
-    "gemini": ("gemini", {}),
-    "fsdp": ("fsdp", {}),
-    "tensor parallel": ("hybrid", {"tp_size": 2}),
-    "pipeline": ("hybrid", {"pp_size": 2, "num_microbatches": 2}),
-    "split sequences": (
-        "hybrid",
-        {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
-    ),
+    **runs("ddp", "zero2", "gemini", "fsdp", "hybrid-tp", "hybrid-pp"),
+    "split sequences": Setting(HybridParallelPlugin, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
 }
 
 
 def boost(case, *, is_lazy):
-    name, options = SETTINGS[case]
-    plugin = load(name)(**options)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     with LazyInitContext() if is_lazy else contextlib.nullcontext():
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **sizes))
+        model = tiny_llama()
     ids = torch.arange(8)
     loader = DataLoader([{"input_ids": ids, "labels": ids}] * 4, batch_size=2, shuffle=True)
     calls = []
@@ -44,7 +34,7 @@ def boost(case, *, is_lazy):
         return meet(self, name, **options)
 
     with mock.patch.object(Meeting, "meet", counted):
-        Booster("cpu", plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()), None, loader)
+        SETTINGS[case].make_booster().boost(model, torch.optim.AdamW(model.parameters()), None, loader)
     return calls
 
 

@@ -5,33 +5,26 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Setting
+from plugin_runs import RUNS, boosted, runs
 from torch import nn
 
-from booster_core import Booster, discovery
 from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
+from booster_zero import LowLevelZeroPlugin
 
-RUNS = {
-    "single": (None, {}, 1),
-    "ddp": ("ddp", {}, 2),
-    "fsdp": ("fsdp", {}, 2),
-    "zero": ("zero", {"stage": 1}, 2),
-    "zero with overlap": ("zero", {"stage": 2, "overlap_allgather": True}, 2),
-    "gemini": ("gemini", {}, 2),
-    "hybrid": ("hybrid", {"zero_stage": 1}, 2),
-    "hybrid zero3": ("hybrid", {"zero_stage": 3}, 2),
+SETTINGS = {
+    **runs("single", "ddp", "fsdp", "gemini"),
+    "zero": RUNS["zero1"],
+    "zero with overlap": Setting(LowLevelZeroPlugin, {"stage": 2, "overlap_allgather": True}),
+    "hybrid": RUNS["hybrid-dp"],
+    "hybrid zero3": RUNS["zero3"],
 }
 
 
 def make():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-
-
-def boost(run, model):
-    plugin, options, _ = RUNS[run]
-    booster = Booster("cpu", plugin=None if plugin is None else discovery.load(plugin)(**options))
-    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
 
 
 class ByName(nn.ModuleDict):
@@ -42,7 +35,7 @@ class ByName(nn.ModuleDict):
 def looks_like_its_own(run):
     own = make()
     layers = list(own)
-    _, model, _ = boost(run, own)
+    _, model, _ = boosted(SETTINGS[run], own)
     assert len(model) == 3
     assert [model[0], model[1], model[-1]] == layers
     assert list(model) == layers
@@ -52,12 +45,12 @@ def looks_like_its_own(run):
     assert [type(layer) for layer in model[:2]] == [type(layer) for layer in layers[:2]]
     with pytest.raises(IndexError):
         model[3]
-    _, model, _ = boost(run, ByName({"first": nn.Linear(6, 6), "second": nn.Linear(6, 3)}))
+    _, model, _ = boosted(SETTINGS[run], ByName({"first": nn.Linear(6, 6), "second": nn.Linear(6, 3)}))
     assert list(model) == ["first", "second"]
     assert "first" in model
     assert "third" not in model
     assert model["second"].out_features == 3
-    _, model, _ = boost(run, nn.Linear(6, 3))
+    _, model, _ = boosted(SETTINGS[run], nn.Linear(6, 3))
     assert bool(model) is True
     for ask, match in (
         (len, r"'\w*Linear' has no len"),
@@ -69,14 +62,14 @@ def looks_like_its_own(run):
             ask(model)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", SETTINGS)
 def test_a_boosted_container_looks_like_the_own_one(run):
-    run_on_ranks(looks_like_its_own, RUNS[run][2], run)
+    run_on_ranks(looks_like_its_own, SETTINGS[run].num_ranks, run)
 
 
 def trains_layer_by_layer(run):
     plain = make()
-    booster, model, optimizer = boost(run, copy.deepcopy(plain))
+    booster, model, optimizer = boosted(SETTINGS[run], copy.deepcopy(plain))
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     shares = [torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
     plain(torch.cat(shares)).square().mean().backward()
@@ -88,6 +81,6 @@ def trains_layer_by_layer(run):
         torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, msg=name)
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run != "fsdp"])  # torch gathers in the forward of units
+@pytest.mark.parametrize("run", [run for run in SETTINGS if run != "fsdp"])  # torch gathers in the forward of units
 def test_gradients_of_a_loop_over_the_layers_are_those_of_one_process(run):
-    run_on_ranks(trains_layer_by_layer, RUNS[run][2], run)
+    run_on_ranks(trains_layer_by_layer, SETTINGS[run].num_ranks, run)

@@ -4,6 +4,7 @@ What it is compared with is torch's own clipping of ``model.parameters()`` in on
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,16 +12,16 @@ import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
 from matrix import matrix
+from plugin_runs import RUNS, runs
 from residual_stack import Stack
 from torch import nn
 
-from booster_core import Booster, LossScaleConfig, PrecisionPolicy
+from booster_core import LossScaleConfig, PrecisionPolicy
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
 MAX_NORM, MAX_VALUE = 0.1, 0.01
@@ -28,20 +29,16 @@ SPLIT = ShardingPolicy(
     rules=(ModuleRule("layers.*.up", Style.COLUMN), ModuleRule("layers.*.down", Style.ROW)), layers=("layers",)
 )
 EXAMPLE = torch.ones(2, 8)
-PLUGINS = {
-    "single": lambda: None,
-    "ddp": lambda: "ddp",
-    "fsdp": TorchFSDPPlugin,
-    "fsdp-some-whole": lambda: TorchFSDPPlugin(ignored_modules=["layers.1"]),
-    "zero1": LowLevelZeroPlugin,
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "zero-replicas": lambda: LowLevelZeroPlugin(replica_size=2),
-    "zero-parameters": lambda: LowLevelZeroPlugin(partition="parameter"),
-    "gemini": lambda: GeminiPlugin(min_chunk_bytes=256),
-    "hybrid": HybridParallelPlugin,
-    "hybrid-zero3": lambda: HybridParallelPlugin(zero_stage=3),
-    "hybrid-tp2": lambda: HybridParallelPlugin(tp_size=2, custom_policy=SPLIT),
-    "hybrid-pp2": lambda: HybridParallelPlugin(pp_size=2, custom_policy=SPLIT, example_batch=EXAMPLE),
+SETTINGS = {
+    **runs("single", "ddp", "fsdp", "zero1", "zero2"),
+    "fsdp-some-whole": Setting(TorchFSDPPlugin, {"ignored_modules": ["layers.1"]}),
+    "zero-replicas": Setting(LowLevelZeroPlugin, {"replica_size": 2}),
+    "zero-parameters": Setting(LowLevelZeroPlugin, {"partition": "parameter"}),
+    "gemini": Setting(GeminiPlugin, {"min_chunk_bytes": 256}),
+    "hybrid": Setting(HybridParallelPlugin),
+    "hybrid-zero3": RUNS["zero3"],
+    "hybrid-tp2": Setting(HybridParallelPlugin, {"tp_size": 2, "custom_policy": SPLIT}),
+    "hybrid-pp2": Setting(HybridParallelPlugin, {"pp_size": 2, "custom_policy": SPLIT, "example_batch": EXAMPLE}),
 }
 UNLISTED = ("layers.0.down.", "layers.3.up.")
 
@@ -77,23 +74,19 @@ def case_of(how, dtype=torch.float32, **changes):
 
 
 def setting_of(name, precision=None):
-    return Setting(partial(plugin_of, name), num_ranks=1 if name == "single" else 2, precision=precision)
-
-
-def plugin_of(name):
-    return PLUGINS[name]()
+    return replace(SETTINGS[name], precision=precision)
 
 
 @matrix(
-    [*(f"{name}-norm" for name in PLUGINS), "single-value", "ddp-value", "zero1-value"],
-    name=list(PLUGINS),
+    [*(f"{name}-norm" for name in SETTINGS), "single-value", "ddp-value", "zero1-value"],
+    name=SETTINGS,
     how=["norm", "value"],
 )
 def test_all_trained_parameters_are_clipped(name, how):
     assert_equals_one_process(case_of(how), setting_of(name))
 
 
-@matrix(["single", "fsdp", "zero1", "gemini"], name=list(PLUGINS))
+@matrix(["single", "fsdp", "zero1", "gemini"], name=SETTINGS)
 def test_norms_of_fp64_gradients_keep_fp64(name):
     assert_equals_one_process(case_of("norm", torch.float64), setting_of(name))
 
@@ -127,7 +120,7 @@ class OneInFp64(nn.Module):
 def norm_of_mixed(name):
     torch.manual_seed(0)
     model = OneInFp64()
-    booster = Booster("cpu", plugin=PLUGINS[name]())
+    booster = SETTINGS[name].make_booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     booster.backward(model(rows(torch.float32, 0, 0)).square().mean(), optimizer)
     return optimizer.clip_grad_by_norm(MAX_NORM)
@@ -135,7 +128,7 @@ def norm_of_mixed(name):
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero1", "zero-parameters", "gemini", "hybrid-zero3"])
 def test_one_parameter_in_fp64_makes_the_norm_fp64_on_every_rank(name):
-    norms = run_on_ranks(norm_of_mixed, 1 if name == "single" else 2, name)
+    norms = run_on_ranks(norm_of_mixed, SETTINGS[name].num_ranks, name)
     assert {norm.dtype for norm in norms} == {torch.float64}
     assert len({float(norm) for norm in norms}) == 1
 
@@ -144,34 +137,18 @@ def adaptive(model):
     return torch.optim.AdamW(of_some(model).param_groups[0]["params"], lr=0.01)
 
 
-def saved_and_loaded(saving, loading, folder, precision):
-    """Return the parameters after a step that follows a load, and after the same step of the run that was saved."""
-    case, runs = case_of("norm", optimizer=adaptive), []
-
-    def step(number, booster, model, optimizer):
-        booster.backward(model(rows(torch.float32, number, dist.get_rank())).square().mean(), optimizer)
-        optimizer.clip_grad_by_norm(MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for name in (saving, loading):
-        booster = setting_of(name, precision).make_booster()
-        runs.append((booster, *booster.boost(*case.make())[:2]))
-    (booster, model, optimizer), (other, loaded, stepped) = runs
-    step(0, *runs[0])
-    booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
-    other.load_checkpoint(folder, model=loaded, optimizer=stepped)
-    for run in runs:
-        step(1, *run)
-    return whole_model(other, loaded), whole_model(booster, model)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("saving", "loading"), [("zero1", "zero2"), ("zero1", "ddp"), ("ddp", "zero1"), ("gemini", "gemini")]
 )
 def test_a_checkpoint_of_an_optimizer_of_a_part_loads(saving, loading, precision, tmp_path):
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    for found, wanted in run_on_ranks(saved_and_loaded, 2, saving, loading, tmp_path, precision):
-        widened = ({each: values.float() for each, values in held.items()} for held in (found, wanted))
-        assert_same_tensors(*widened, tolerance_for(dtype))
+    case = case_of("norm", optimizer=adaptive, tolerance=tolerance_for(dtype))
+    before, after = setting_of(saving, precision), setting_of(loading, precision)
+    undisturbed = run_on_ranks(train_boosted, 2, case, before)
+    resumed = run_on_ranks(train_boosted, 2, case, before, None, tmp_path, after)
+    for found, wanted in zip(resumed, undisturbed, strict=True):
+        widened = (
+            {name: values.float() for name, values in each.trained.parameters.items()} for each in (found, wanted)
+        )
+        assert_same_tensors(*widened, case.tolerance)

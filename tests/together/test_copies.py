@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import matrix, named
+from plugin_runs import RUNS, boosted
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from booster_core import Booster, discovery
+from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
@@ -145,25 +146,14 @@ def test_a_pickle_computes_what_the_model_did(plugin, precision):
     run_on_ranks(saved_by_torch, WHOLE.get(plugin, 1), plugin, precision)
 
 
-def save_split(plugin, options):
-    booster = Booster("cpu", plugin=discovery.load(plugin)(**options))
-    net = tiny_llama() if "tp_size" in options or "pp_size" in options else make()
-    model, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+def save_split(run):
+    net = tiny_llama() if run in ("hybrid-tp", "hybrid-pp") else make()
+    _, model, _ = boosted(RUNS[run], net)
     with tempfile.TemporaryDirectory() as folder:
         torch.save(model, Path(folder) / "model.pt")
 
 
-@pytest.mark.parametrize(
-    ("plugin", "options"),
-    [
-        ("fsdp", {}),
-        ("gemini", {}),
-        ("hybrid", {"zero_stage": 1}),
-        ("hybrid", {"zero_stage": 3}),
-        ("hybrid", {"tp_size": 2}),
-        ("hybrid", {"pp_size": 2}),
-    ],
-)
-def test_a_pickle_of_a_split_model_raises_with_the_remedy(plugin, options):
+@pytest.mark.parametrize("run", ["fsdp", "gemini", "hybrid-dp", "zero3", "hybrid-tp", "hybrid-pp"])
+def test_a_pickle_of_a_split_model_raises_with_the_remedy(run):
     match = r"can't be pickled, as `torch\.save\(model, path\)` does.*Call `booster\.save_model\(model, path\)` on"
-    expect_on_ranks(CheckpointError, match, save_split, 2, plugin, options)
+    expect_on_ranks(CheckpointError, match, save_split, 2, run)

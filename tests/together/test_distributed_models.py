@@ -24,18 +24,6 @@ def boost(name, model):
     Booster("cpu", plugin=plugin_named(name)).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def split_by_hand(name):
-    model = TinyMLP()
-    mesh = init_device_mesh("cpu", (2,))
-    model.second.weight = nn.Parameter(distribute_tensor(model.second.weight, mesh, [Shard(0)]))
-    boost(name, model)
-
-
-@pytest.mark.parametrize("name", PLUGINS)
-def test_dtensors_are_refused(name):
-    expect_on_ranks(ConfigError, ALREADY.format(r"second\.weight"), split_by_hand, 2, name)
-
-
 def by_libraries_of_torch(folder):
     parallel, sharded, on_one = TinyMLP(), TinyMLP(), TinyMLP()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))

@@ -1,33 +1,27 @@
 """Tensors out of a run without a file: names and values of `save_model`'s files, under every plugin."""
 
+from dataclasses import replace
+
 import peft
 import pytest
 import torch
+from cases import Setting
 from matrix import matrix
+from plugin_runs import RUNS, runs
 from safetensors.torch import load_file
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_ddp import TorchDDPPlugin
-from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import whole_parameters
-from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
-from booster_zero import LowLevelZeroPlugin
 
-RUNS = {
-    "single": (SingleDeviceStrategy, {}, 1),
-    "ddp": (TorchDDPPlugin, {}, 2),
-    "fsdp": (TorchFSDPPlugin, {}, 2),
-    "zero": (LowLevelZeroPlugin, {"stage": 2}, 2),
-    "gemini": (GeminiPlugin, {}, 2),
-    "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}, 2),
-    "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2, "pp_style": "zbv", "num_microbatches": 2}, 2),
-    "hybrid-tp-zero3": (HybridParallelPlugin, {"tp_size": 2, "zero_stage": 3}, 4),
+SETTINGS = {
+    **runs("single", "ddp", "fsdp", "gemini", "hybrid-tp"),
+    "zero": RUNS["zero2"],
+    "hybrid-pp": Setting(HybridParallelPlugin, {"pp_size": 2, "pp_style": "zbv", "num_microbatches": 2}),
+    "hybrid-tp-zero3": Setting(HybridParallelPlugin, {"tp_size": 2, "zero_stage": 3}, 4),
 }
 
 
@@ -42,9 +36,9 @@ def mixtral():
     return MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=4, num_key_value_heads=2, num_local_experts=4))
 
 
-def boost(plugin_class, options, make, precision="bf16", lora=None):
+def boost(run, make=llama, precision="bf16", lora=None):
     torch.manual_seed(3)
-    booster = Booster("cpu", mixed_precision=precision, plugin=plugin_class(**options))
+    booster = replace(SETTINGS[run], precision=precision).make_booster()
     model = make()
     if lora is not None:
         model = booster.enable_lora(model, lora_config=lora)
@@ -57,8 +51,8 @@ def boost(plugin_class, options, make, precision="bf16", lora=None):
     return booster, model
 
 
-def compare_with_files(plugin_class, options, make, folder):
-    booster, model = boost(plugin_class, options, make)
+def compare_with_files(run, make, folder):
+    booster, model = boost(run, make)
     booster.save_model(model, folder, shard=True)
     coordinator = booster.context.coordinator
     booster.wait()
@@ -87,25 +81,23 @@ def assert_same(actual, expected):
         assert torch.equal(actual[name], tensor), name
 
 
-@matrix(1, run=RUNS, make=[llama, mixtral])
+@matrix(1, run=SETTINGS, make=[llama, mixtral])
 def test_names_and_values_are_those_of_files(run, make, tmp_path):
-    plugin_class, options, world_size = RUNS[run]
-    run_on_ranks(compare_with_files, world_size, plugin_class, options, make, tmp_path / "out")
+    run_on_ranks(compare_with_files, SETTINGS[run].num_ranks, run, make, tmp_path / "out")
 
 
-def merged(plugin_class, options, lora):
-    booster, model = boost(plugin_class, options, llama, "fp32", lora)
+def merged(run, lora):
+    booster, model = boost(run, llama, "fp32", lora)
     return {name: tensor.clone() for name, tensor in whole_parameters(booster, model, merge_lora=True)}
 
 
-@matrix(1, run=RUNS)
+@matrix(1, run=SETTINGS)
 def test_adapters_are_merged_as_peft_merges_them(run):
-    plugin_class, options, world_size = RUNS[run]
     lora = peft.LoraConfig(r=4, lora_alpha=7, target_modules=["q_proj", "o_proj", "down_proj"], use_rslora=True)
-    _, model = boost(SingleDeviceStrategy, {}, llama, "fp32", lora)
+    _, model = boost("single", llama, "fp32", lora)
     expected = model.unwrap().merge_and_unload().state_dict()
     del expected["lm_head.weight"]
-    for actual in run_on_ranks(merged, world_size, plugin_class, options, lora):
+    for actual in run_on_ranks(merged, SETTINGS[run].num_ranks, run, lora):
         assert set(actual) == set(expected)
         for name, tensor in expected.items():
             torch.testing.assert_close(actual[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
@@ -121,11 +113,11 @@ def test_adapters_are_merged_as_peft_merges_them(run):
 )
 def test_other_adapters_are_refused(lora):
     with pytest.raises(ConfigError, match="merge them by peft"):
-        merged(SingleDeviceStrategy, {}, lora)
+        merged("single", lora)
 
 
 def test_wrong_requests_are_refused():
-    booster, model = boost(SingleDeviceStrategy, {}, llama)
+    booster, model = boost("single")
     with pytest.raises(ConfigError, match="no adapters to merge"):
         list(whole_parameters(booster, model, merge_lora=True))
     with pytest.raises(ConfigError, match="out of range"):
@@ -135,7 +127,7 @@ def test_wrong_requests_are_refused():
 
 
 def ask_differently():
-    booster, model = boost(TorchDDPPlugin, {}, llama)
+    booster, model = boost("ddp")
     list(whole_parameters(booster, model, rank=booster.context.coordinator.rank))
 
 

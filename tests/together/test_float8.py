@@ -4,32 +4,22 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_same_training, train_boosted, train_plainly
+from cases import Case, assert_same_training, train_boosted, train_plainly
 from isolated_libraries import FOLDER, emulated, missing_libraries
 from matrix import matrix
+from plugin_runs import RUNS, runs
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_ddp import TorchDDPPlugin
-from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
-from booster_zero import LowLevelZeroPlugin
 
 pytestmark = [
     pytest.mark.usefixtures("ranks_with_isolated_libraries"),
     pytest.mark.skipif(bool(missing_libraries(["torchao"])), reason=f"torchao not installed, nor in {FOLDER}"),
 ]
-PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "zero": partial(LowLevelZeroPlugin, stage=2),
-    "gemini": GeminiPlugin,
-    "zero 3": partial(HybridParallelPlugin, zero_stage=3),
-    "pipeline": partial(HybridParallelPlugin, pp_size=2, num_microbatches=2),
-}
+SETTINGS = {**runs("ddp", "fsdp", "zero2", "gemini"), "zero 3": RUNS["zero3"], "pipeline": RUNS["hybrid-pp"]}
 
 
 def make_model(**changes):
@@ -54,13 +44,13 @@ def converted():
     return convert_to_float8_training(model, module_filter_fn=lambda _, name: "layers" in name, config=settings)
 
 
-@matrix(["pipeline"], plugin=PLUGINS)
+@matrix(["pipeline"], plugin=SETTINGS)
 def test_gradients_equal_those_of_torchao_on_one_process(plugin):
     """Samples of a replica are computed by themselves: in a pipeline, they are a microbatch."""
     size = 2 if plugin == "pipeline" else 1
     case = Case(build=converted, batch=partial(tokens_of, 2 * size), steps=2, max_norm=None)
     (expected,) = run_on_ranks(train_plainly, 1, case, 2 // size, size)  # torchao is for ranks only
-    for result in run_on_ranks(train_boosted, 2, case, Setting(PLUGINS[plugin])):
+    for result in run_on_ranks(train_boosted, 2, case, SETTINGS[plugin]):
         assert_same_training(result.trained, expected, case)
 
 

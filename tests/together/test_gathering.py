@@ -2,56 +2,43 @@
 
 import pytest
 import torch
+from plugin_runs import RUNS, runs
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_ddp import TorchDDPPlugin
-from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin
 from booster_runtime import full_state, gathered, set_full_state, train_batch
-from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
-from booster_zero import LowLevelZeroPlugin
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 PLUGINS = {
-    "ddp": (TorchDDPPlugin, {}),
-    "fsdp": (TorchFSDPPlugin, {}),
-    "zero1": (LowLevelZeroPlugin, {"stage": 1}),
-    "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}),
-    "tp2": (HybridParallelPlugin, {"tp_size": 2}),
-    "pp2": (HybridParallelPlugin, {"pp_size": 2}),
-    "zero3": (HybridParallelPlugin, {"zero_stage": 3}),
+    **runs("single", "ddp", "fsdp", "zero1", "gemini", "zero3"),
+    "tp2": RUNS["hybrid-tp"],
+    "pp2": RUNS["hybrid-pp"],
 }
 
 
-def tokens(step):
-    return torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(step))
+def batch_of(number, index=0, size=1):
+    tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(number))[index::size]
+    return {"input_ids": tokens, "labels": tokens}
 
 
-def train(plugin_class, options, precision):
+def train(name):
     """Train two steps, change weights and state by name, train two more; return what was read and the parameters."""
     torch.manual_seed(0)
     model = tiny_llama(num_hidden_layers=2)
-    booster = Booster("cpu", precision, plugin=plugin_class(**options))
-    batch = {"input_ids": tokens(0), "labels": tokens(0)}
-    if "pp_size" in options:
-        booster = Booster("cpu", precision, plugin=plugin_class(**options, example_batch=batch))
+    booster = PLUGINS[name].make_booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    rank, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    replica = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     read = {}
 
-    def step(number):
-        batch = {"input_ids": tokens(number)[rank::size], "labels": tokens(number)[rank::size]}
-        train_batch(booster, iter([batch]), model, None, optimizer)
+    def train_batches(numbers):
+        for number in numbers:
+            train_batch(booster, iter([batch_of(number, *replica)]), model, None, optimizer)
 
-    for number in range(2):
-        step(number)
+    train_batches(range(2))
     with gathered(booster, model, [WEIGHT, EMBEDDING]) as tensors:
         read["weight"] = tensors[WEIGHT].clone()
         tensors[EMBEDDING].zero_()  # a copy
@@ -64,15 +51,14 @@ def train(plugin_class, options, precision):
     set_full_state(booster, model, WEIGHT, "momentum_buffer", doubled)
     read["doubled"] = full_state(booster, model, WEIGHT, "momentum_buffer")
     read["embedding"] = whole_model(booster, model)[EMBEDDING]
-    for number in range(2, 4):
-        step(number)
+    train_batches(range(2, 4))
     return {**read, **whole_model(booster, model)}
 
 
-def halve(plugin_class, options):
+def halve(name):
     """Halve all parameters as under any plugin, or return what the error names."""
     torch.manual_seed(0)
-    booster = Booster("cpu", plugin=plugin_class(**options))
+    booster = PLUGINS[name].make_booster()
     model, *_ = booster.boost(tiny_llama(num_hidden_layers=2))
     try:
         with model.whole_parameters(writes=True), torch.no_grad():
@@ -85,13 +71,13 @@ def halve(plugin_class, options):
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "gemini", "zero3"])
 def test_whole_parameters_can_be_written_under_every_plugin(name):
-    (expected,) = run_on_ranks(halve, 1, SingleDeviceStrategy, {})
-    for found in run_on_ranks(halve, 2, *PLUGINS[name]):
+    (expected,) = run_on_ranks(halve, 1, "single")
+    for found in run_on_ranks(halve, 2, name):
         assert_same_tensors(found, expected, tolerance_for(torch.float32))
 
 
 def test_parts_of_layers_are_not_taken_for_whole_ones():
-    for found in run_on_ranks(halve, 2, *PLUGINS["tp2"]):
+    for found in run_on_ranks(halve, 2, "tp2"):
         assert "with gathered(booster, model, names, writes=True)" in found
 
 
@@ -100,8 +86,8 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "
 
 @pytest.mark.parametrize("name", ["zero1", "gemini", "tp2", *SLOW])  # those that cut tensors in ways of their own
 def test_values_and_later_steps_equal_one_process(name):
-    (expected,) = run_on_ranks(train, 1, SingleDeviceStrategy, {}, None)
-    for found in run_on_ranks(train, 2, *PLUGINS[name], None):
+    (expected,) = run_on_ranks(train, 1, "single")
+    for found in run_on_ranks(train, 2, name):
         assert torch.equal(found["doubled"], 2 * found["average"])
         assert bool((found["embedding"][3] == 0.25).all())
         assert_same_tensors(found, expected, tolerance_for(torch.float32))

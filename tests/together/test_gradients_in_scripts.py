@@ -155,9 +155,6 @@ def test_parameters_have_gradients_where_they_have_some_in_one_process(plugin):
     assert second == [[], every, every, every, []]
 
 
-# ---- dropping and zeroing is honoured
-
-
 # ---- what can't be honoured
 
 
@@ -231,7 +228,6 @@ OTHERS = {
     "clamp in place": in_place(lambda g: g.clamp_(-1e-3, 1e-3)),
     "step in place": step_at_once,
 }
-WITH_DDP = {**PLUGINS, "ddp": TorchDDPPlugin}
 
 
 class Hooked(Net):
@@ -253,22 +249,22 @@ def two_steps(run):
 
 def trained_with_hook(kind, plugin):
     case = Case(build=partial(Hooked, kind), batch=rows, optimizer=decaying)
-    return drive(two_steps, case, None if plugin is None else Setting(WITH_DDP[plugin]), 2, {})
+    return drive(two_steps, case, None if plugin is None else Setting(PLUGINS[plugin]), 2, {})
 
 
-@matrix(1, kind=LINEAR, plugin=WITH_DDP)
+@matrix(1, kind=LINEAR, plugin=PLUGINS)
 def test_a_hook_that_is_linear_equals_one_process(kind, plugin):
     assert_same_steps(run_on_ranks(trained_with_hook, 2, kind, plugin), trained_with_hook(kind, None), CASE)
 
 
-@matrix(1, kind=OTHERS, plugin=WITH_DDP)
+@matrix(1, kind=OTHERS, plugin=PLUGINS)
 def test_a_hook_that_is_not_linear_raises_with_what_to_do(kind, plugin):
     match = "The hook .* is not linear in the gradient, or steps.*clip by `optimizer.clip_grad_by_value`"
     expect_on_ranks(GradientError, match, trained_with_hook, 2, kind, plugin)
 
 
 def hook_after_boost(plugin):
-    run = Run(CASE, Setting(WITH_DDP[plugin]))
+    run = boosted(plugin)
     two_steps(run)
     run.net.head.weight.register_hook(OTHERS["normalized"])
     two_steps(run)

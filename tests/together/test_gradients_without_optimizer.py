@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from cases import Setting
 from matrix import matrix, named
+from plugin_runs import RUNS
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import GradientError
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {
-    "fsdp": lambda: TorchFSDPPlugin(unit_classes=["Linear"]),
-    "fsdp, one replicated": lambda: TorchFSDPPlugin(ignored_modules=["0"]),
-    "zero": LowLevelZeroPlugin,
-    "gemini": lambda: GeminiPlugin(min_chunk_bytes=256),
-    "hybrid": lambda: HybridParallelPlugin(tp_size=1, pp_size=1),
-    "hybrid zero": lambda: HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=1),
-    "hybrid zero3": lambda: HybridParallelPlugin(zero_stage=3),
+    "fsdp": Setting(TorchFSDPPlugin, {"unit_classes": ["Linear"]}),
+    "fsdp, one replicated": Setting(TorchFSDPPlugin, {"ignored_modules": ["0"]}),
+    "zero": RUNS["zero1"],
+    "gemini": Setting(GeminiPlugin, {"min_chunk_bytes": 256}),
+    "hybrid": Setting(HybridParallelPlugin),
+    "hybrid zero": RUNS["hybrid-dp"],
+    "hybrid zero3": RUNS["zero3"],
 }
 CLOSE = tolerance_for(torch.float32)
 
@@ -39,7 +39,7 @@ def batch(rank=0):
 
 def train_with_a_late_optimizer(name, *, frozen):
     model = make().requires_grad_(requires_grad=not frozen)
-    model = Booster("cpu", plugin=PLUGINS[name]()).boost(model).model
+    model = PLUGINS[name].make_booster().boost(model).model
     for parameter in model.parameters():
         parameter.requires_grad_(requires_grad=True)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -67,12 +67,12 @@ def test_a_model_boosted_without_an_optimizer_does_not_train(name, frozen):
 
 def use_without_gradients(name):
     expected, x = make(), batch()
-    booster = Booster("cpu", plugin=PLUGINS[name]())
+    booster = PLUGINS[name].make_booster()
     model = booster.boost(make()).model
     with torch.no_grad():
         assert torch.equal(model(x), expected(x))
     assert torch.equal(model(x), expected(x)), "the graph is made, and not run"
-    frozen = Booster("cpu", plugin=PLUGINS[name]()).boost(make().requires_grad_(requires_grad=False)).model
+    frozen = PLUGINS[name].make_booster().boost(make().requires_grad_(requires_grad=False)).model
     seen, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
     frozen(seen).square().sum().backward()
     expected(plain).square().sum().backward()
@@ -88,7 +88,7 @@ def test_without_gradients_of_parameters_no_optimizer_is_needed(name):
 
 def teach(name):
     """A teacher that nobody froze, whose output is cut from the graph."""
-    booster = Booster("cpu", plugin=PLUGINS[name]())
+    booster = PLUGINS[name].make_booster()
     teacher = booster.boost(make()).model
     student = make()
     student, optimizer, *_ = booster.boost(student, torch.optim.SGD(student.parameters(), lr=0.1))

@@ -135,3 +135,22 @@ def test_files_of_other_content_raise_and_copies_do_not(plugin, tmp_path) -> Non
     expected = TinyMLP().state_dict()
     for whole in run_on_ranks(boost_from_own_files, 2, plugin, str(tmp_path / "alike"), is_alike=True):
         assert_same_tensors(whole, expected, EXACT)
+
+
+def boost_without_files(folder: str, plugin: str) -> None:
+    """Lose the files of the last rank between the context and `boost`, and fill a model from them."""
+    coordinator = DistCoordinator()
+    own = Path(folder) / str(coordinator.rank)
+    own.mkdir()
+    save_file({f"first.{key}": value for key, value in nn.Linear(8, 16).state_dict().items()}, own / "m.safetensors")
+    with LazyInitContext():
+        model = TinyMLP()
+    load_pretrained(model, own / "m.safetensors", strict=False)
+    if coordinator.is_last_process():
+        (own / "m.safetensors").unlink()
+    Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("plugin", [*WHOLE, *LAZY])
+def test_files_that_one_rank_lacks_are_an_error_on_all(plugin, tmp_path) -> None:
+    expect_on_ranks(LazyInitError, "can't be read any more", boost_without_files, 3, str(tmp_path), plugin)

@@ -7,37 +7,28 @@ import pytest
 import torch
 from cases import Case, Setting, assert_same_training, itself, train_boosted, train_plainly
 from matrix import matrix
+from plugin_runs import RUNS, runs
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
-from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_runtime import (
     enable_linear_cross_entropy,
     linear_cross_entropy,
     train_batch,
 )
-from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import tolerance_for
 from booster_testing.models import tiny_llama
-from booster_zero import LowLevelZeroPlugin
 
 VOCABULARY = 2053  # large enough for a unit of its own under FSDP, and split unevenly
-RUNS = {
-    "single": Setting(SingleDeviceStrategy, num_ranks=1),
-    "ddp": Setting(TorchDDPPlugin),
-    "fsdp": Setting(TorchFSDPPlugin),
+SETTINGS = {
+    **runs("single", "ddp", "fsdp", "zero1", "zero2", "gemini", "hybrid-tp"),
     "fsdp-layers": Setting(TorchFSDPPlugin, {"unit_min_numel": 1 << 30}),
-    "zero1": Setting(LowLevelZeroPlugin, {"stage": 1}),
-    "zero2": Setting(LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}),
-    "gemini": Setting(GeminiPlugin),
-    "hybrid-tp": Setting(HybridParallelPlugin, {"tp_size": 2}),
     "hybrid-whole": Setting(HybridParallelPlugin, {"tp_size": 2, "parallel_output": False}),
-    "hybrid-zero3": Setting(HybridParallelPlugin, {"zero_stage": 3}),
+    "hybrid-zero3": RUNS["zero3"],
     "hybrid-tp-zero3": Setting(HybridParallelPlugin, {"tp_size": 2, "zero_stage": 3}, 4),
 }
 
@@ -62,9 +53,9 @@ def llama(*, tied, by_chunks, **changes):
     return Case(build=build, batch=partial(batch_of, "input_ids"), steps=2, **changes)
 
 
-@matrix(["ddp-bf16", "fsdp-fp16", "gemini-bf16", "hybrid-tp-fp16"], run=RUNS, precision=["bf16", "fp16"])
+@matrix(["ddp-bf16", "fsdp-fp16", "gemini-bf16", "hybrid-tp-fp16"], run=SETTINGS, precision=["bf16", "fp16"])
 def test_narrow_runs_differ_by_rounding_alone(run, precision):
-    setting = replace(RUNS[run], options={**RUNS[run].options, "precision": precision})
+    setting = replace(SETTINGS[run], options={**SETTINGS[run].options, "precision": precision})
     by_chunks, whole = (
         llama(tied=False, by_chunks=by_chunks, tolerance=tolerance_for(torch.bfloat16)) for by_chunks in (True, False)
     )
@@ -90,11 +81,11 @@ def assert_trains_as(case, whole, setting):
         "hybrid-tp-True",
         "hybrid-whole-False",
     ],
-    run=RUNS,
+    run=SETTINGS,
     tied=[False, True],
 )
 def test_a_llama_trains_as_with_whole_logits(run, tied):
-    assert_trains_as(llama(tied=tied, by_chunks=True), llama(tied=tied, by_chunks=False), RUNS[run])
+    assert_trains_as(llama(tied=tied, by_chunks=True), llama(tied=tied, by_chunks=False), SETTINGS[run])
 
 
 class Plain(nn.Module):
@@ -128,20 +119,20 @@ def plain(loss):
 
 
 def with_policy(run):
-    split = {"custom_policy": HEAD_ALONE} if "tp_size" in RUNS[run].options else {}
-    return replace(RUNS[run], options={**RUNS[run].options, **split})
+    split = {"custom_policy": HEAD_ALONE} if "tp_size" in SETTINGS[run].options else {}
+    return replace(SETTINGS[run], options={**SETTINGS[run].options, **split})
 
 
 HEAD_ALONE = ShardingPolicy(rules=(ModuleRule("head", Style.HEAD),))
 OUTSIDE = {"ddp": (GradientError, "no_sync")}
 
 
-@matrix(["ddp", "fsdp-layers", "zero2", "hybrid-tp-zero3"], run=RUNS)
+@matrix(["ddp", "fsdp-layers", "zero2", "hybrid-tp-zero3"], run=SETTINGS)
 def test_a_plain_model_trains_as_with_whole_logits(run):
     assert_trains_as(plain("by chunks"), plain("whole"), with_policy(run))
 
 
-@matrix(1, run=RUNS)
+@matrix(1, run=SETTINGS)
 def test_a_criterion_may_call_the_head_or_is_refused(run):
     case, setting = plain("of criterion"), with_policy(run)
     if run in OUTSIDE:

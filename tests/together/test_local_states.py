@@ -7,39 +7,29 @@ import re
 
 import pytest
 import torch
+from cases import Setting
 from matrix import matrix
+from plugin_runs import RUNS, backward, boosted, runs
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_ddp import TorchDDPPlugin
-from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP, tiny_llama
-from booster_zero import LowLevelZeroPlugin
 
-IN_PARTS = {
-    "fsdp": (TorchFSDPPlugin, {}),
-    "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}),
-    "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2}),
-}
-SHARDED_OPTIMIZERS = {"zero": (LowLevelZeroPlugin, {}), "gemini": (GeminiPlugin, {})}
-WHOLE = {
-    "ddp": (TorchDDPPlugin, {}),
-    "zero": (LowLevelZeroPlugin, {}),
-    "hybrid-dp": (HybridParallelPlugin, {}),
-}
+IN_PARTS = runs("fsdp", "hybrid-tp", "hybrid-pp")
+SHARDED_OPTIMIZERS = {"zero": RUNS["zero1"], "gemini": RUNS["gemini"]}
+WHOLE = {"ddp": RUNS["ddp"], "zero": RUNS["zero1"], "hybrid-dp": Setting(HybridParallelPlugin)}
 
 
-def boosted(plugin, options, make=tiny_llama):
+def boost(setting, make=tiny_llama):
     torch.manual_seed(0)
-    model = make()
-    return Booster("cpu", plugin=plugin(**options)).boost(model, torch.optim.SGD(model.parameters(), lr=0.1)).model
+    return boosted(setting, make())[1]
 
 
 def refuse(name):
-    model = boosted(*IN_PARTS[name])
+    model = boost(IN_PARTS[name])
     for state in (model.state_dict(), model.unwrap().state_dict(), {"model": model.state_dict(), "epoch": 3}):
         for save in (torch.save, pickle.dump):
             with pytest.raises(CheckpointError, match=r"one rank's shards of the model.*booster\.save_model"):
@@ -59,7 +49,7 @@ def test_parts_are_not_saved_as_if_they_were_whole(name):
 
 
 def save_and_load(name):
-    model = boosted(*WHOLE[name], make=TinyMLP)
+    model = boost(WHOLE[name], TinyMLP)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
@@ -71,23 +61,20 @@ def test_whole_states_are_saved_by_torch(name):
     run_on_ranks(save_and_load, 2, name)
 
 
-def boosted_optimizer(plugin, options):
+def boosted_optimizer(setting):
     torch.manual_seed(0)
     model = tiny_llama()
-    booster = Booster("cpu", plugin=plugin(**options))
+    booster = setting.make_booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.Adam(model.parameters(), lr=0.1))
     batch = {"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8)}
-    if options.get("pp_size"):
-        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-    else:
-        booster.backward(model(**batch).loss, optimizer)
+    backward(booster, model, optimizer, batch)
     optimizer.step()
     return booster, model, optimizer
 
 
 def exchange_optimizer_states(name, folder):
     """Load this rank's own state, and then that of the first rank, as a file that it alone has written."""
-    booster, _model, optimizer = boosted_optimizer(*{**IN_PARTS, **SHARDED_OPTIMIZERS, **WHOLE}[name])
+    booster, _model, optimizer = boosted_optimizer({**IN_PARTS, **SHARDED_OPTIMIZERS, **WHOLE}[name])
     rank = booster.context.coordinator.rank
     torch.save(optimizer.state_dict(), f"{folder}/{name}-{rank}.pt")
     booster.context.coordinator.block_all()
@@ -121,7 +108,7 @@ def test_an_optimizers_whole_state_is_any_ranks(tmp_path):
 
 
 def names_under_ddp(asked):
-    model = boosted(TorchDDPPlugin, {"find_unused_parameters": asked}, TinyMLP)
+    model = boost(Setting(TorchDDPPlugin, {"find_unused_parameters": asked}), TinyMLP)
     state = model.module.state_dict()
     plain = TinyMLP()
     plain.load_state_dict(state)
@@ -138,7 +125,7 @@ def test_the_module_of_ddp_has_the_names_of_the_users_model(asked):
 
 
 def ask_the_hollow_model():
-    model = boosted(GeminiPlugin, {"min_chunk_bytes": 8192}, TinyMLP)
+    model = boost(RUNS["gemini"], TinyMLP)
     with pytest.raises(ConfigError, match=r"'first\.weight' is kept in shards"):
         model.unwrap().state_dict()
     return model.state_dict()["first.weight"].isfinite().all().item()

@@ -1,107 +1,336 @@
-"""Adapters under every strategy that declares them: gradients, memory, files, and who may load what."""
+"""Adapters under every strategy that declares them: gradients, files, lazy models, and who may load what."""
 
-from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from adapted_models import perturbed
-from matrix import matrix, named
+from cases import Setting
+from matrix import matrix
+from plugin_runs import RUNS, backward, runs, step
 from safetensors.torch import load_file
+from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import CheckpointError
-from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.ranks import DistCoordinator
+from booster_core.state.names import NamedTensors
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime import full_gradient
-from booster_runtime.single import SingleDeviceStrategy
+from booster_runtime import LazyInitContext, full_gradient
+from booster_runtime.lazy import is_lazy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
-from booster_zero import LowLevelZeroPlugin
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 pytestmark = pytest.mark.filterwarnings(
-    # Where a test calls peft itself: version 0.21 reads an attribute that transformers 5.23 has renamed.
+    # peft 0.21 reads an attribute that transformers 5.23 has renamed.
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 
-RUNS = {
-    "single": (SingleDeviceStrategy, {}, 1),
-    "ddp": (TorchDDPPlugin, {}, 2),
-    "fsdp": (TorchFSDPPlugin, {}, 2),
-    "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
-    "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 3),
-    "gemini": (GeminiPlugin, {"min_chunk_bytes": 4096}, 2),
-    "zero3": (HybridParallelPlugin, {"zero_stage": 3}, 2),
+TARGETS = ["q_proj", "v_proj"]
+EXPERTS = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "use_cache": False,
 }
-MESHES = {
-    **RUNS,
-    "tp2": (HybridParallelPlugin, {"tp_size": 2}, 2),
-    "pp2": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}, 2),
-}
-CONFIG = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8}
-MAX_SAMPLES = 12
 
 
-def make_model(**changes):
+def mixtral():
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**EXPERTS, num_local_experts=4))
+
+
+def qwen3_moe():
+    config = transformers.Qwen3MoeConfig(**EXPERTS, moe_intermediate_size=24, num_experts=4)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def lora(**changes):
+    return partial(peft.LoraConfig, **{"r": 4, "target_modules": TARGETS, "lora_alpha": 8, **changes})
+
+
+OF_EXPERTS = lora(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+"""peft puts two wrappers around the experts, and each tensor has its own name."""
+tied_llama = partial(tiny_llama, tie_word_embeddings=True)
+KINDS = {
+    "lora": (tiny_llama, lora()),
+    "tied-dora": (tied_llama, lora(target_modules=["q_proj", "down_proj"], use_dora=True)),
+    "modules-to-save": (tiny_llama, lora(modules_to_save=["lm_head"], bias="all")),
+    "modules-to-save-dora": (tiny_llama, lora(modules_to_save=["lm_head"], use_dora=True)),
+    "mixtral": (mixtral, OF_EXPERTS),
+    "qwen3-moe": (qwen3_moe, OF_EXPERTS),
+    "ia3": (
+        tiny_llama,
+        partial(peft.IA3Config, target_modules=[*TARGETS, "down_proj"], feedforward_modules=["down_proj"]),
+    ),
+    "loha": (tiny_llama, partial(peft.LoHaConfig, r=2, target_modules=TARGETS)),
+    "lokr": (tiny_llama, partial(peft.LoKrConfig, r=2, target_modules=TARGETS)),
+    "oft": (tiny_llama, partial(peft.OFTConfig, r=0, oft_block_size=4, target_modules=TARGETS)),
+    "vera": (tiny_llama, partial(peft.VeraConfig, r=4, target_modules=["q_proj"])),
+    "fourierft": (tiny_llama, partial(peft.FourierFTConfig, n_frequency=20, target_modules=TARGETS)),
+}
+SPREAD = {
+    "ddp, search": Setting(TorchDDPPlugin, {"find_unused_parameters": True}),
+    "ep": Setting(HybridParallelPlugin, {"ep_size": 2}),
+    "ep-tp-zero1": Setting(HybridParallelPlugin, {"ep_size": 2, "tp_size": 2, "zero_stage": 1}, 4),
+}
+"""For experts, of which a batch may use some alone."""
+SETTINGS = {**RUNS, **SPREAD, "fsdp-small": Setting(TorchFSDPPlugin, {"unit_min_numel": 32})}
+
+
+def make_model(kind="lora", **changes):
     torch.manual_seed(3)
-    return tiny_llama(**changes)
+    return KINDS[kind][0](**changes)
 
 
-def make_config(**changes):
-    return peft.LoraConfig(**{**CONFIG, **changes})
-
-
-def tokens_of(step):
-    return torch.randint(64, (MAX_SAMPLES, 8), generator=torch.Generator().manual_seed(step))
-
-
-def loss_of(model, tokens):
-    return model(input_ids=tokens, labels=tokens).loss
-
-
-def boost(plugin_class, options, *, precision=None, changes: Mapping = {}, config: Mapping = {}, folder=None):
-    booster = Booster("cpu", precision, plugin_class(**options))
-    model = make_model(**changes)
-    if folder is None:
-        model = perturbed(booster.enable_lora(model, lora_config=make_config(**config)))
+def adapted(kind, booster=None):
+    """Return a model with adapters of a kind, of whose values none are zeros; a Booster adds those of LoRA itself."""
+    model, config = make_model(kind), KINDS[kind][1]()
+    if booster is not None and isinstance(config, peft.LoraConfig):
+        model = booster.enable_lora(model, lora_config=config)
     else:
-        model = booster.enable_lora(model, pretrained_dir=folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # the frozen base too, as most scripts do
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    return booster, model, optimizer
+        model = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
 
 
-def train(booster, model, optimizer, steps):
+def batch_of(number, index=0, size=1):
+    tokens = torch.randint(64, (12, 8), generator=torch.Generator().manual_seed(number))[index::size]
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(input_ids=batch_of(9)["input_ids"]).logits
+
+
+def trained_names(model):
+    """Return the names of parameters in files by their paths."""
+    trained = [path for path, parameter in model.named_parameters() if parameter.requires_grad]
+    return {path: path.removeprefix("base_model.model.") for path in trained}
+
+
+# ---- gradients and files
+
+
+def train_and_save(kind, setting, folder):
+    """Return gradients of the adapter, its values after a step, and logits."""
+    booster = setting.make_booster()
+    model = adapted(kind, booster)
+    names = trained_names(model).values()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))  # lists the base, too
+    backward(booster, model, optimizer, batch_of(0, *booster.plugin.data_parallel_coordinates(DistCoordinator())))
+    gradients = {name: full_gradient(booster, model, name) for name in names}
+    optimizer.step()
+    optimizer.zero_grad()
+    booster.save_lora_as_pretrained(model, folder / "safetensors")
+    booster.save_lora_as_pretrained(model, folder / "bin", use_safetensors=False)
+    booster.save_model(model, folder / "model", shard=True)
+    whole = whole_model(booster, model)
+    return gradients, {name: whole[name] for name in names}, logits_of(model)
+
+
+OF_LAYERS = ["single", "ddp", "zero1", "zero2", "gemini", "zero3"]
+CASES = [(kind, run) for kind in KINDS for run in OF_LAYERS if kind not in ("mixtral", "qwen3-moe")]
+# DoRA reads the weight outside of a unit as small as an adapter.
+CASES += [(kind, "fsdp" if "dora" in kind else "fsdp-small") for kind in KINDS if kind not in ("mixtral", "qwen3-moe")]
+CASES += [
+    (kind, run)
+    for kind in ("mixtral", "qwen3-moe")
+    for run in ("single", "fsdp", "zero2", "gemini", "hybrid-tp", *SPREAD)
+]
+UNTRIED = ("ia3", "loha", "lokr", "oft", "vera", "fourierft")
+"""Kinds that hybrid refuses."""
+BY_DEFAULT = [
+    *("lora-single", "lora-zero1", "modules-to-save-dora-zero3", "ia3-single"),
+    *("mixtral-single", "mixtral-fsdp", "qwen3-moe-gemini", "mixtral-ep", "mixtral-hybrid-tp", "qwen3-moe-ep-tp-zero1"),
+]
+
+
+@matrix(BY_DEFAULT, **{"kind, run": [(kind, run) for kind, run in CASES if run != "zero3" or kind not in UNTRIED]})
+def test_gradients_equal_one_process_and_files_load_in_peft(kind, run, tmp_path):
+    plain = adapted(kind)
+    plain(**batch_of(0)).loss.backward()
+    expected = {name: plain.get_parameter(path).grad for path, name in trained_names(plain).items()}
+    assert expected
+    results = run_on_ranks(train_and_save, SETTINGS[run].num_ranks, kind, SETTINGS[run], tmp_path)
+    for gradients, *_ in results:
+        assert_same_tensors(gradients, expected, tolerance_for(torch.float32))
+    _, trained, logits = results[0]
+    for form in ("safetensors", "bin"):
+        assert sorted(path.name for path in (tmp_path / form).iterdir()) == [
+            "adapter_config.json",
+            f"adapter_model.{form}",
+        ]
+        loaded = peft.PeftModel.from_pretrained(make_model(kind), str(tmp_path / form), is_trainable=True)
+        found = {name: loaded.get_parameter(path).detach() for path, name in trained_names(loaded).items()}
+        assert_same_tensors(found, trained, EXACT)
+        # Sums over experts may come in another order in this process.
+        is_exact = kind not in ("mixtral", "qwen3-moe")
+        assert_same_tensors(
+            {"logits": logits_of(loaded)}, {"logits": logits}, EXACT if is_exact else tolerance_for(torch.float32)
+        )
+    booster = Booster("cpu")
+    again, *_ = booster.boost(adapted(kind, booster))
+    booster.load_model(again, tmp_path / "model")
+    whole = whole_model(booster, again)
+    assert_same_tensors({name: whole[name] for name in trained}, trained, EXACT)
+
+
+# ---- lazy models
+
+
+def built(booster, how):
+    """Return a model with new adapters: eager, or lazy with adapters put in inside of the context or after it."""
+    torch.manual_seed(3)
+    config = lora(modules_to_save=["lm_head"])()
+    if how == "eager":
+        return booster.enable_lora(tiny_llama(), lora_config=config)
+    with LazyInitContext() as context:
+        model = tiny_llama()
+        if how == "inside":
+            model = booster.enable_lora(model, lora_config=config)
+    if how == "after":
+        model = booster.enable_lora(model, lora_config=config)
+    assert is_lazy(model)
+    assert context.run_eagerly == {}
+    return model
+
+
+def train_built(setting, how):
+    booster = setting.make_booster()
+    model = built(booster, how)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = [float(step(booster, model, optimizer, batch_of(number))) for number in range(3)]
+    return losses, whole_model(booster, model), torch.get_rng_state()
+
+
+@matrix(["single"], run=runs("single", "ddp", "fsdp", "zero1", "zero2", "gemini"))
+def test_new_adapters_of_a_lazy_model_train_as_those_of_an_eager_one(run):
+    setting = RUNS[run]
+    eager, *lazy = (run_on_ranks(train_built, setting.num_ranks, setting, how) for how in ("eager", "inside", "after"))
+    for found in lazy:
+        for (losses, tensors, state), (expected_losses, expected, expected_state) in zip(found, eager, strict=True):
+            assert losses == expected_losses
+            assert_same_tensors(tensors, expected, EXACT)
+            assert torch.equal(state, expected_state), "random numbers go on as after eager construction"
+
+
+# ---- checkpoints of the whole model
+
+
+def tied_with_adapters(booster):
+    return booster.enable_lora(make_model(tie_word_embeddings=True), lora_config=lora()())
+
+
+def boost(setting):
+    booster = setting.make_booster()
+    model = perturbed(tied_with_adapters(booster))
+    return booster, *booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))[:2]
+
+
+def train(booster, model, optimizer, numbers):
+    """Return each step's loss, the same on all ranks."""
     losses = []
-    index, size = booster.plugin.data_parallel_coordinates(DistCoordinator())
-    in_stages = isinstance(booster.plugin, HybridParallelPlugin) and booster.plugin.config.pipeline.size > 1
-    for step in steps:
-        tokens = tokens_of(step)[index::size]
-        if in_stages:
-            batch = iter([{"input_ids": tokens, "labels": tokens}])
-            loss = booster.execute_pipeline(batch, model, lambda outputs, _: outputs.loss, optimizer)["loss"]
-            loss = booster.context.coordinator.broadcast_object(loss, src=1)
-        else:
-            loss = loss_of(model, tokens)
-            booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    for number in numbers:
+        batch = batch_of(number, *booster.plugin.data_parallel_coordinates(DistCoordinator()))
+        losses.append(step(booster, model, optimizer, batch))
+    return [None if loss is None else float(loss) for loss in losses]
 
 
 def mean_losses(per_rank):
-    return [sum(losses) / len(losses) for losses in zip(*per_rank, strict=True)]
+    known = [losses for losses in per_rank if None not in losses]
+    return [sum(losses) / len(losses) for losses in zip(*known, strict=True)]
 
 
-# ---- errors of other ranks
+def train_and_save_adapters_alone(setting, folder):
+    booster, model, optimizer = boost(setting)
+    train(booster, model, optimizer, range(2))
+    booster.save_checkpoint(folder, step=2, model=model, optimizer=optimizer, save_frozen=False)
+    return train(booster, model, optimizer, range(2, 5))
+
+
+def resume_adapters(setting, folder, changed=None):
+    booster = setting.make_booster()
+    model = tied_with_adapters(booster)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or name.endswith(changed or "nothing"):
+                parameter.view(-1)[-1] += 0.5
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    booster.load_checkpoint(folder, model=model, optimizer=optimizer)
+    return train(booster, model, optimizer, range(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "precision"),
+    [
+        ("single", "fsdp", None),
+        ("fsdp", "zero2", None),
+        ("zero2", "gemini", "bf16"),
+        ("gemini", "ddp", "bf16"),
+        ("ddp", "hybrid-tp", None),
+        ("hybrid-tp", "hybrid-pp", None),
+        ("hybrid-pp", "zero3", None),
+    ],
+)
+def test_a_step_without_frozen_parameters_goes_on_over_the_same_base(saved, loaded, precision, tmp_path):
+    """A base holds other formats under other plugins, and ranks other parts of it."""
+    before, after = (replace(RUNS[name], precision=precision) for name in (saved, loaded))
+    expected = run_on_ranks(train_and_save_adapters_alone, before.num_ranks, before, tmp_path)
+    files = list((tmp_path / "step-00000002" / "model").iterdir())
+    assert all("lora_" in name for file in files if file.suffix == ".safetensors" for name in load_file(file))
+    assert not [file for file in files if file.name == "config.json"], "`from_pretrained` would draw the base"
+    found = run_on_ranks(resume_adapters, after.num_ranks, after, tmp_path)
+    relative = tolerance_for(torch.float32 if precision is None else torch.bfloat16).relative
+    assert mean_losses(found) == pytest.approx(mean_losses(expected), rel=relative)
+    for changed in ("layers.1.mlp.down_proj.weight", "embed_tokens.weight"):
+        match = r"saved without its \d+ frozen parameters .*other values"
+        expect_on_ranks(CheckpointError, match, resume_adapters, after.num_ranks, after, tmp_path, changed)
+
+
+def train_and_save_all(setting, folder):
+    booster, model, optimizer = boost(setting)
+    train(booster, model, optimizer, range(2))
+    booster.save_model(model, folder, shard=True)
+
+
+@pytest.mark.parametrize("run", ["single", "zero2"])
+def test_the_base_loads_without_adapters(run, tmp_path):
+    run_on_ranks(train_and_save_all, RUNS[run].num_ranks, RUNS[run], tmp_path)
+    plain = make_model(tie_word_embeddings=True)
+    original = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.5)
+    booster = Booster("cpu")
+    with pytest.raises(CheckpointError, match=r"lora_A\.default\.weight"):
+        booster.load_model(plain, tmp_path)
+    report = booster.load_model(plain, tmp_path, strict=False)
+    assert not report.missing
+    assert_same_tensors(plain.state_dict(), original, EXACT)
+    transformers.logging.set_verbosity_error()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(plain)
+    assert_same_tensors(loaded.state_dict(), original, EXACT)
+
+
+# ---- what is refused
 
 
 class Breaks(torch.utils.data.SequentialSampler):
@@ -117,7 +346,7 @@ class Breaks(torch.utils.data.SequentialSampler):
 def boost_beside_an_error(where):
     rank = DistCoordinator().rank
     booster = Booster("cpu", plugin=TorchDDPPlugin())
-    model = booster.enable_lora(make_model(), lora_config=make_config())
+    model = booster.enable_lora(make_model(), lora_config=lora()())
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
     frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
     optimizer.state[frozen]["exp_avg"] = torch.zeros_like(frozen)
@@ -137,164 +366,50 @@ def test_an_error_on_another_rank_leaves_the_optimizer_as_it_was(where):
     run_on_ranks(boost_beside_an_error, 2, where)
 
 
-# ---- gradients
+def boost_refused():
+    model = adapted("ia3")
+    Booster("cpu", plugin="hybrid").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def gradients_on_ranks(plugin_class, options, changes, config):
-    booster, model, optimizer = boost(plugin_class, options, changes=changes, config=config)
-    coordinator = DistCoordinator()
-    tokens = tokens_of(0)[coordinator.rank :: coordinator.world_size]
-    booster.backward(loss_of(model, tokens), optimizer)
-    held = coordinator.all_gather_object([shard.name for shard in booster.state_adapter(model).model_shards()])
-    names = dict.fromkeys(name for of_rank in held for name in of_rank)
-    gradients = {name: full_gradient(booster, model, name) for name in names}
-    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+def test_a_plugin_under_which_a_kind_was_not_tested_is_refused():
+    match = "type IA3 have not been tested under plugin 'hybrid'"
+    expect_on_ranks(ConfigError, match, boost_refused, 2)
 
 
-@matrix(
-    ["plain-single"],
-    **{
-        "changes, config": named(
-            [
-                ({}, {}),
-                ({"tie_word_embeddings": True}, {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
-                ({}, {"modules_to_save": ["lm_head"], "bias": "all"}),
-            ],
-            ["plain", "tied-dora", "modules-to-save"],
-            joint=True,
-        )
-    },
-    run=RUNS,
-)
-def test_gradients_of_adapters_equal_one_process(run, changes, config):
-    plugin_class, options, world_size = RUNS[run]
-    plain = perturbed(peft.get_peft_model(make_model(**changes), make_config(**config)))
-    loss_of(plain, tokens_of(0)).backward()
-    expected = {
-        name.removeprefix("base_model.model."): parameter.grad
-        for name, parameter in plain.named_parameters()
-        if parameter.requires_grad
-    }
-    assert all("lora_" in name or "modules_to_save" in name for name in expected)
-    for actual in run_on_ranks(gradients_on_ranks, world_size, plugin_class, options, changes, config):
-        assert_same_tensors(actual, expected, tolerance_for(torch.float32))
+def untried():
+    return peft.get_peft_model(tiny_llama(), peft.HRAConfig(r=2, target_modules=TARGETS))
 
 
-# ---- memory
-
-
-# ---- files
-
-
-def save_adapters(plugin_class, options, folder, config, use_safetensors):
-    booster, model, optimizer = boost(plugin_class, options, config=config)
-    train(booster, model, optimizer, range(2))
-    booster.save_lora_as_pretrained(model, folder, use_safetensors)
-    with torch.no_grad():
-        logits = model(input_ids=tokens_of(9)).logits
-    return logits, whole_model(booster, model)
-
-
-@matrix(
-    ["bin-zero1", "modules-to-save-dora-zero3"],
-    **{
-        "config, use_safetensors": named(
-            [({}, True), ({"modules_to_save": ["lm_head"], "use_dora": True}, True), ({}, False)],
-            ["plain", "modules-to-save-dora", "bin"],
-            joint=True,
-        )
-    },
-    run=RUNS,
-)
-def test_a_saved_folder_loads_in_stock_peft_with_equal_logits(run, config, use_safetensors, tmp_path):
-    plugin_class, options, world_size = RUNS[run]
-    results = run_on_ranks(
-        save_adapters, world_size, plugin_class, options, str(tmp_path / "lora"), config, use_safetensors
-    )
-    suffix = "safetensors" if use_safetensors else "bin"
-    files = sorted(path.name for path in (tmp_path / "lora").iterdir())
-    assert files == ["adapter_config.json", f"adapter_model.{suffix}"]
-    loaded = peft.PeftModel.from_pretrained(make_model(), str(tmp_path / "lora"))
-    with torch.no_grad():
-        logits = loaded(input_ids=tokens_of(9)).logits
-    assert_same_tensors({"logits": logits}, {"logits": results[0][0]}, EXACT)
-
-
-# ---- checkpoints of the whole model
-
-
-def train_and_save(plugin_class, options, folder):
-    booster, model, optimizer = boost(plugin_class, options, changes={"tie_word_embeddings": True})
-    train(booster, model, optimizer, range(2))
-    booster.save_checkpoint(folder, step=2, model=model, optimizer=optimizer)
-    booster.save_model(model, f"{folder}/model", shard=True)
-    return train(booster, model, optimizer, range(2, 5))
-
-
-def train_and_save_adapters_alone(plugin_class, options, folder, precision=None):
-    booster, model, optimizer = boost(plugin_class, options, precision=precision, changes={"tie_word_embeddings": True})
-    train(booster, model, optimizer, range(2))
-    booster.save_checkpoint(folder, step=2, model=model, optimizer=optimizer, save_frozen=False)
-    return train(booster, model, optimizer, range(2, 5))
-
-
-def resume_adapters(plugin_class, options, folder, precision=None, changed=None):
-    booster = Booster("cpu", precision, plugin_class(**options))
-    model = booster.enable_lora(make_model(tie_word_embeddings=True), lora_config=make_config())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad or name.endswith(changed or "nothing"):
-                parameter.view(-1)[-1] += 0.5
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    booster.load_checkpoint(folder, model=model, optimizer=optimizer)
-    return train(booster, model, optimizer, range(2, 5))
+def of_two_tensors():
+    """Return a model with a module under a name that is left out of names, and a tensor of the same name."""
+    inner, wrapped = nn.Linear(2, 2), nn.Module()
+    wrapped.weight, wrapped._orig_mod = nn.Parameter(torch.ones(2)), inner
+    return nn.Sequential(wrapped)
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "precision"),
+    ("make", "message"),
     [
-        ("single", "fsdp", None),
-        ("fsdp", "zero2", None),
-        ("zero2", "gemini", "bf16"),
-        ("gemini", "ddp", "bf16"),
-        ("ddp", "tp2", None),
-        ("tp2", "pp2", None),
-        ("pp2", "zero3", None),
+        (lambda: adapted("ia3").requires_grad_(False), "No adapter of the model is trained"),
+        (untried, r"type HRA have not been tested.*IA3, .*LORA"),
+        (of_two_tensors, r"name '0\.weight' in files: '0\.weight' and '0\._orig_mod\.weight'"),
     ],
+    ids=["frozen", "untried", "two tensors of one name"],
 )
-def test_a_step_without_frozen_parameters_goes_on_over_the_same_base(saved, loaded, precision, tmp_path):
-    """A base holds other formats under other plugins, and ranks other parts of it."""
-    plugin_class, options, world_size = MESHES[saved]
-    expected = run_on_ranks(train_and_save_adapters_alone, world_size, plugin_class, options, str(tmp_path), precision)
-    files = list((tmp_path / "step-00000002" / "model").iterdir())
-    assert all("lora_" in name for file in files if file.suffix == ".safetensors" for name in load_file(file))
-    assert not [file for file in files if file.name == "config.json"], "`from_pretrained` would draw the base"
-    plugin_class, options, world_size = MESHES[loaded]
-    found = run_on_ranks(resume_adapters, world_size, plugin_class, options, str(tmp_path), precision)
-    relative = tolerance_for(torch.float32 if precision is None else torch.bfloat16).relative
-    assert mean_losses(found) == pytest.approx(mean_losses(expected), rel=relative)
-    for changed in ("layers.1.mlp.down_proj.weight", "embed_tokens.weight"):
-        match = r"saved without its \d+ frozen parameters .*other values"
-        arguments = (plugin_class, options, str(tmp_path), precision, changed)
-        expect_on_ranks(CheckpointError, match, resume_adapters, world_size, *arguments)
+def test_other_models_are_refused(make, message):
+    model = make()
+    with pytest.raises(ConfigError, match=message):
+        Booster("cpu").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("run", ["single", "zero2"])
-def test_the_base_loads_without_adapters(run, tmp_path):
-    plugin_class, options, world_size = RUNS[run]
-    run_on_ranks(train_and_save, world_size, plugin_class, options, str(tmp_path))
-    plain = make_model(tie_word_embeddings=True)
-    original = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.add_(0.5)
-    booster = Booster("cpu")
-    with pytest.raises(CheckpointError, match=r"lora_A\.default\.weight"):
-        booster.load_model(plain, tmp_path / "model")
-    report = booster.load_model(plain, tmp_path / "model", strict=False)
-    assert not report.missing
-    assert_same_tensors(plain.state_dict(), original, EXACT)
-    transformers.logging.set_verbosity_error()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert type(loaded) is type(plain)
-    assert_same_tensors(loaded.state_dict(), original, EXACT)
+def test_names_of_two_tensors_are_told_apart():
+    with pytest.raises(ConfigError, match=r"name '0\.weight' in files: '0\.weight' and '0\._orig_mod\.weight'"):
+        NamedTensors.of(of_two_tensors())
+
+
+def test_an_optimizer_that_was_made_before_the_adapters_is_refused():
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = peft.get_peft_model(model, KINDS["ia3"][1]())
+    with pytest.raises(ConfigError, match=r"lacks 6 parameters of adapters, such as '.*ia3_l"):
+        Booster().boost(model, optimizer)

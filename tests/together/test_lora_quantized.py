@@ -1,20 +1,17 @@
 """Adapters over a base in 8 or 4 bits, on the kernels that bitsandbytes has for the CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from adapted_models import bits
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 from matrix import matrix
+from plugin_runs import RUNS
 
-from booster_core import Booster
 from booster_core.errors import CheckpointError
-from booster_ddp import TorchDDPPlugin
-from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
-from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
-from booster_zero import LowLevelZeroPlugin
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
@@ -27,13 +24,7 @@ pytestmark = [
     ),
 ]
 
-RUNS = {
-    "ddp": (TorchDDPPlugin, {}),
-    "fsdp": (TorchFSDPPlugin, {}),
-    "zero1": (LowLevelZeroPlugin, {"stage": 1}),
-    "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}),
-    "gemini": (GeminiPlugin, {"min_chunk_bytes": 4096}),
-}
+PACKED = ["ddp", "fsdp", "zero1", "zero2", "gemini"]
 
 
 def enabled(booster, number, storage=torch.uint8):
@@ -51,12 +42,12 @@ def packed_weights(model):
     return [layer.weight for layer in layers if type(layer).__module__.startswith("bitsandbytes")]
 
 
-def train(number, plugin_class, options, folder=None, precision=None):
+def train(number, run, folder=None, precision=None):
     """Return the losses of a few steps on samples that are the same on every rank.
 
     With a folder, the bits are stored in bf16, and the run is resumed there without the base after two steps.
     """
-    booster = Booster("cpu", plugin=plugin_class(**options), mixed_precision=precision)
+    booster = replace(RUNS[run], precision=precision).make_booster()
     model = enabled(booster, number, torch.uint8 if folder is None else torch.bfloat16)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
     losses, packed = [], []
@@ -75,7 +66,7 @@ def train(number, plugin_class, options, folder=None, precision=None):
                 booster.save_checkpoint(f"{folder}/whole", step=1, **state)
             booster.save_checkpoint(folder, step=1, **state, save_frozen=False)
             booster.load_checkpoint(folder, **state)
-    if folder is not None and plugin_class is TorchFSDPPlugin:
+    if folder is not None and run == "fsdp":
         held = [each.to_local() for each in packed_weights(model)]
         assert 2 * sum(each.nbytes for each in held) == sum(each.nbytes for each in packed[0])
     assert len(packed[0]) == 2 * 7, "the linear layers of both blocks, and not the head"
@@ -83,30 +74,30 @@ def train(number, plugin_class, options, folder=None, precision=None):
     return losses
 
 
-def save(number, plugin_class, options, folder):
-    booster = Booster("cpu", plugin=plugin_class(**options))
+def save(number, run, folder):
+    booster = RUNS[run].make_booster()
     model, *_ = booster.boost(enabled(booster, number))
     booster.save_lora_as_pretrained(model, folder)
 
 
 @pytest.mark.slow  # the library loads for long; one process trains over a packed base in runtime
-@matrix(["8-zero2"], number=[4, 8], run=RUNS)
+@matrix(["8-zero2"], number=[4, 8], run=PACKED)
 def test_adapters_over_a_packed_base_train_as_in_one_process(run, number):
-    (expected,) = run_on_ranks(train, 1, number, SingleDeviceStrategy, {})
+    (expected,) = run_on_ranks(train, 1, number, "single")
     assert expected[-1] != expected[0]
-    for losses in run_on_ranks(train, 2, number, *RUNS[run]):
+    for losses in run_on_ranks(train, 2, number, run):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-@matrix(["fsdp-bf16", "gemini-fp32"], run=RUNS, precision=[None, "fp32", "bf16"])
+@matrix(["fsdp-bf16", "gemini-fp32"], run=PACKED, precision=[None, "fp32", "bf16"])
 def test_bits_in_a_floating_format_are_never_converted(run, precision, tmp_path):
     """FSDP shards them, and what they were packed with stays with the layers."""
-    (expected,) = run_on_ranks(train, 1, 4, SingleDeviceStrategy, {}, None, precision)
-    for losses in run_on_ranks(train, 2, 4, *RUNS[run], str(tmp_path), precision):
+    (expected,) = run_on_ranks(train, 1, 4, "single", None, precision)
+    for losses in run_on_ranks(train, 2, 4, run, str(tmp_path), precision):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def test_adapters_of_a_packed_base_load_in_stock_peft(tmp_path):
-    run_on_ranks(save, 2, 4, *RUNS["zero2"], str(tmp_path))
+    run_on_ranks(save, 2, 4, "zero2", str(tmp_path))
     model = peft.PeftModel.from_pretrained(tiny_llama(), str(tmp_path))
     assert any("lora_A" in name for name, _ in model.named_parameters())

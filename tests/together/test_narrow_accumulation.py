@@ -1,17 +1,17 @@
 """Gradients of many micro-batches in bf16 add up in fp32 under every plugin: a sum in bf16 soon stops growing."""
 
 import contextlib
+from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
+from cases import Setting
 from matrix import matrix
+from plugin_runs import RUNS, runs
 from torch import nn
 
-from booster_core import Booster
-from booster_ddp import TorchDDPPlugin
-from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin
+from booster_hybrid import DataParallelConfig, HybridParallelPlugin
 from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors
@@ -22,15 +22,12 @@ MICRO_BATCHES = 256
 
 
 PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "zero 1": lambda: LowLevelZeroPlugin(stage=1),
-    "zero 1, replicas": lambda: LowLevelZeroPlugin(stage=1, replica_size=2),
-    "zero 2": lambda: LowLevelZeroPlugin(stage=2),
-    "gemini": lambda: GeminiPlugin(min_chunk_bytes=256),
-    "hybrid, zero 0": lambda: HybridParallelPlugin(zero_stage=0),
-    "hybrid, zero 1": lambda: HybridParallelPlugin(zero_stage=1),
-    "hybrid, zero3": lambda: HybridParallelPlugin(zero_stage=3),
+    **runs("ddp", "fsdp", "zero2", "gemini"),
+    "zero 1": RUNS["zero1"],
+    "zero 1, replicas": Setting(LowLevelZeroPlugin, {"replica_size": 2}),
+    "hybrid, zero 0": Setting(HybridParallelPlugin, {"zero_stage": 0}),
+    "hybrid, zero 1": RUNS["hybrid-dp"],
+    "hybrid, zero3": RUNS["zero3"],
 }
 
 
@@ -61,7 +58,7 @@ def expected_gradients(world_size):
 def accumulated(plugin):
     net = make_net()
     names = [name for name, _ in net.named_parameters()]
-    booster = Booster("cpu", "bf16", PLUGINS[plugin]())
+    booster = replace(PLUGINS[plugin], precision="bf16").make_booster()
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for micro in range(MICRO_BATCHES):
         with booster.no_sync(model, optimizer) if micro < MICRO_BATCHES - 1 else contextlib.nullcontext():
@@ -74,3 +71,28 @@ def test_gradients_of_many_micro_batches_equal_a_sum_in_fp32(plugin):
     expected = expected_gradients(2)
     for gradients in run_on_ranks(accumulated, 2, plugin):
         assert_same_tensors(gradients, expected, ROUNDED_ONCE)
+
+
+def means(setting):
+    """Return the gradient after each of several backward passes that are reduced."""
+    booster = setting.make_booster()
+    layer = nn.Linear(1, 1, bias=False)
+    model, optimizer, *_ = booster.boost(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    found = []
+    for size in (256.0, 1.0, 1.0, 0.25):
+        booster.backward(model(torch.full((1, 1), size + dist.get_rank() * size)).sum(), optimizer)
+        found.append(float(full_gradient(booster, model, "weight")))
+    return found
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(LowLevelZeroPlugin, {"replica_size": 2, "communication_dtype": "bf16"}),
+        Setting(HybridParallelPlugin, {"ddp": DataParallelConfig(communication_dtype="bf16")}),
+    ],
+    ids=["zero, a replica each", "hybrid"],
+)
+def test_means_over_replicas_are_rounded_once_whatever_number_of_backward_passes_they_sum(setting):
+    # bf16 keeps 8 bits: 384 and 1.5 are exact, 385.5 is not.
+    assert run_on_ranks(means, 2, setting) == [[384.0, 385.5, 387.0, 387.375]] * 2

@@ -4,9 +4,13 @@ transformers loads a checkpoint in the format of its files. A step of a usual le
 of two numbers in bf16, so that most elements of parameters in bf16 would never move.
 """
 
+import contextlib
+from dataclasses import replace
+
 import pytest
 import torch
 from matrix import matrix
+from plugin_runs import RUNS, backward, runs, step
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -14,64 +18,46 @@ from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError
 from booster_core.ranks import DistCoordinator
 from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import assembled, whole_model
-from booster_zero import LowLevelZeroPlugin
 
 STEPS = 3
 LEARNING_RATE = 1e-5
 SAMPLES, LENGTH = 4, 16
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PLUGINS = {
-    "single": lambda: None,
-    "ddp": lambda: "ddp",
-    "fsdp": lambda: "fsdp",
-    "zero1": lambda: LowLevelZeroPlugin(stage=1),
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "gemini": lambda: GeminiPlugin(min_chunk_bytes=1024),
-    "hybrid-dp2": lambda: HybridParallelPlugin(zero_stage=1),
-    "hybrid-zero3": lambda: HybridParallelPlugin(zero_stage=3),
-    "hybrid-tp2": lambda: HybridParallelPlugin(tp_size=2),
-    "hybrid-pp2": lambda: HybridParallelPlugin(pp_size=2),
+    **runs("single", "ddp", "fsdp", "zero1", "zero2", "gemini"),
+    "hybrid-dp2": RUNS["hybrid-dp"],
+    "hybrid-zero3": RUNS["zero3"],
+    "hybrid-tp2": RUNS["hybrid-tp"],
+    "hybrid-pp2": RUNS["hybrid-pp"],
 }
 WITH_MASTERS = ["zero1", "zero2", "gemini", "hybrid-dp2", "hybrid-zero3", "hybrid-tp2", "hybrid-pp2"]
-SHARED_BATCHES = ["single", "hybrid-tp2", "hybrid-pp2"]
-"""Plugins under which all ranks get one batch."""
 
 
-def world_size(name):
-    return 1 if name == "single" else 2
+def on_ranks(function, name, *arguments):
+    """Return what each rank of a plugin returns."""
+    return run_on_ranks(function, PLUGINS[name].num_ranks, name, *arguments)
 
 
 def make_model(dtype, lazily=False):
     """Return a Llama whose parameters are narrow, and whose buffers are not: so transformers loads it."""
     torch.manual_seed(0)
-    if not lazily:
-        model = tiny_llama()
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-        return model
-    with LazyInitContext():
+    with LazyInitContext() if lazily else contextlib.nullcontext():
         model = tiny_llama()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     return model
 
 
-def tokens(step):
-    """Return a batch in which each token occurs, so that each row of the embedding is trained."""
-    draw = torch.Generator().manual_seed(step)
-    return torch.randperm(SAMPLES * LENGTH, generator=draw).view(SAMPLES, LENGTH)
-
-
-def criterion(outputs, batch):
-    logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
+def batch_of(number, index=0, size=1):
+    """Return samples in which each token occurs, so that each row of the embedding is trained, or a replica's."""
+    draw = torch.Generator().manual_seed(number)
+    tokens = torch.randperm(SAMPLES * LENGTH, generator=draw).view(SAMPLES, LENGTH)[index::size]
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def updated(booster, model, optimizer):
@@ -82,20 +68,13 @@ def updated(booster, model, optimizer):
     return whole | {name.removesuffix("/master"): values for name, values in masters.items()}
 
 
-def run(booster, name, model, optimizer):
+def run(booster, model, optimizer):
     """Train, and return the first step's gradients and what the optimizer updates, before and after."""
     before = updated(booster, model, optimizer)
-    coordinator = DistCoordinator()
     gradients = {}
-    for step in range(STEPS):
-        rows = tokens(step)
-        if name not in SHARED_BATCHES:
-            rows = rows[coordinator.rank :: coordinator.world_size]
-        batch = {"input_ids": rows}
-        if name == "hybrid-pp2":
-            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
-        else:
-            booster.backward(criterion(model(**batch), batch), optimizer)
+    for number in range(STEPS):
+        batch = batch_of(number, *booster.plugin.data_parallel_coordinates(DistCoordinator()))
+        backward(booster, model, optimizer, batch)
         if not gradients:
             names = [each for each in before if before[each].is_floating_point()]
             gradients = {each: full_gradient(booster, model, each).float() for each in names}
@@ -104,11 +83,15 @@ def run(booster, name, model, optimizer):
     return gradients, before, updated(booster, model, optimizer)
 
 
-def trained(name, precision, lazily=False, mixed_precision=None):
-    booster = Booster("cpu", mixed_precision, PLUGINS[name]())
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
+def trained(name, precision, lazily=False):
+    booster = PLUGINS[name].make_booster()
     model = make_model(DTYPES[precision], lazily)
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
-    return *run(booster, name, model, optimizer), booster.describe()
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    return *run(booster, model, optimizer), booster.describe()
 
 
 def moved(before, after):
@@ -120,18 +103,17 @@ def moved(before, after):
 def expected(precision):
     """Return the same of one process by torch alone: parameters in fp32, compute under autocast."""
     model = make_model(DTYPES[precision]).float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = adamw(model)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     scale = 2.0**16 if precision == "fp16" else 1.0
     gradients = {}
-    for step in range(STEPS):
-        batch = {"input_ids": tokens(step)}
+    for number in range(STEPS):
         with torch.autocast("cpu", DTYPES[precision]):
-            outputs = model(**batch)
-        (criterion(outputs, batch) * scale).backward()
+            loss = model(**batch_of(number)).loss
+        (loss * scale).backward()
         for name, parameter in model.named_parameters():
             parameter.grad /= scale
-            if step == 0:
+            if number == 0:
                 gradients[name] = parameter.grad.clone()
         optimizer.step()
         optimizer.zero_grad()
@@ -146,7 +128,7 @@ UPDATES = Tolerance(
 @matrix(1, name=PLUGINS, precision=["bf16", "fp16"])
 def test_all_elements_move_as_in_one_process(name, precision):
     gradients, before, after = expected(precision)
-    for found, found_before, found_after, _ in run_on_ranks(trained, world_size(name), name, precision):
+    for found, found_before, found_after, _ in on_ranks(trained, name, precision):
         assert moved(found_before, found_after) >= 0.99
         assert_same_tensors(found, gradients, tolerance_for(DTYPES[precision]))
         assert all(torch.equal(found_before[each].float(), values) for each, values in before.items())
@@ -157,7 +139,7 @@ def test_all_elements_move_as_in_one_process(name, precision):
 
 @matrix(["fsdp", "zero2", "hybrid-pp2"], name=PLUGINS)
 def test_describe_says_what_the_tensors_are(name):
-    for *_, described in run_on_ranks(trained, world_size(name), name, "bf16"):
+    for *_, described in on_ranks(trained, name, "bf16"):
         formats = "param bf16, master fp32" if name in WITH_MASTERS else "param fp32, master none"
         (line,) = [each for each in described.splitlines() if each.startswith("precision")]
         assert line.startswith("precision  compute bf16, param ")
@@ -166,7 +148,7 @@ def test_describe_says_what_the_tensors_are(name):
 
 @matrix(["fsdp", "gemini", "hybrid-dp2"], name=["ddp", "fsdp", "zero1", "gemini", "hybrid-dp2"])
 def test_a_lazy_model_is_trained_as_an_eager_one(name):
-    eager, lazy = (run_on_ranks(trained, 2, name, "bf16", lazily)[0] for lazily in (False, True))
+    eager, lazy = (on_ranks(trained, name, "bf16", lazily)[0] for lazily in (False, True))
     assert moved(lazy[1], lazy[2]) >= 0.99
     for found, wanted in zip(lazy[:3], eager[:3], strict=True):
         assert_same_tensors(found, wanted, tolerance_for(torch.float32))
@@ -176,8 +158,8 @@ def trained_by_formats_of_torch():
     formats = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     booster = Booster("cpu", plugin=TorchFSDPPlugin(mixed_precision=formats))
     model = make_model(torch.bfloat16)
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
-    _, before, after = run(booster, "fsdp", model, optimizer)
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    _, before, after = run(booster, model, optimizer)
     return moved(before, after), {values.dtype for values in after.values()}
 
 
@@ -189,10 +171,10 @@ def test_formats_of_torch_update_in_fp32_as_well():
 
 def trained_purely(name):
     """Return gradients, values before and after, and the formats of everything that is held."""
-    booster = Booster("cpu", "pure-bf16", PLUGINS[name]())
+    booster = replace(PLUGINS[name], precision="pure-bf16").make_booster()
     model = make_model(torch.float32)
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
-    found = run(booster, name, model, optimizer)
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    found = run(booster, model, optimizer)
     adapter = booster.state_adapter(model)
     formats = {
         "parameters": {shard.dtype for shard in adapter.model_shards()},
@@ -200,18 +182,16 @@ def trained_purely(name):
         "masters": {shard.dtype for shard in adapter.optimizer_shards() if shard.state == "master"},
         "gradients": {each.dtype for part in optimizer.gradients_in_parts() for each in part},
     }
-    first = tokens(0) if name in SHARED_BATCHES else tokens(0)[:1]
-    outputs = None if name == "hybrid-pp2" else model(input_ids=first).logits.dtype
+    outputs = None if name == "hybrid-pp2" else model(**batch_of(0)).logits.dtype
     return *found, formats, outputs, booster.describe()
 
 
 @matrix(["single", "ddp", "fsdp", "zero2", "gemini", "hybrid-tp2", "hybrid-pp2"], name=PLUGINS)
 def test_pure_bf16_keeps_everything_in_bf16(name):
     plain = make_model(torch.bfloat16)
-    batch = {"input_ids": tokens(0)}
-    criterion(plain(**batch), batch).backward()
+    plain(**batch_of(0)).loss.backward()
     wanted = {each: parameter.grad.float() for each, parameter in plain.named_parameters()}
-    for gradients, before, after, formats, outputs, described in run_on_ranks(trained_purely, world_size(name), name):
+    for gradients, before, after, formats, outputs, described in on_ranks(trained_purely, name):
         assert_same_tensors(gradients, wanted, tolerance_for(torch.bfloat16))
         assert formats["parameters"] == formats["state"] == {torch.bfloat16}
         assert formats["gradients"] <= {torch.bfloat16}
@@ -239,7 +219,7 @@ class Halves(nn.Module):
 
 def several(name):
     """Boost models of several formats by one Booster, and return the formats of each, and what was said of them."""
-    booster = Booster("cpu", plugin=PLUGINS[name]())
+    booster = PLUGINS[name].make_booster()
     found = []
     for model in (Halves(), Halves(torch.bfloat16), nn.Linear(4, 4, dtype=torch.float64)):
         listed = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -255,7 +235,7 @@ def several(name):
 @pytest.mark.parametrize("name", ["single", "ddp", "zero1", "hybrid-dp2"])
 def test_models_of_one_booster_have_formats_of_their_own(name):
     narrow = torch.bfloat16 if name in WITH_MASTERS else torch.float32
-    for (wide, half, double), is_unscaled, described in run_on_ranks(several, world_size(name), name):
+    for (wide, half, double), is_unscaled, described in on_ranks(several, name):
         assert wide["head.weight"] == torch.float32
         assert half["head.weight"] == narrow, "the head is trained, and in bf16"
         for formats in (wide, half):
@@ -271,18 +251,16 @@ def test_models_of_one_booster_have_formats_of_their_own(name):
 
 def adapters_on_a_narrow_base(name):
     peft = pytest.importorskip("peft")
-    booster = Booster("cpu", plugin=PLUGINS[name]())
+    booster = PLUGINS[name].make_booster()
     model = booster.enable_lora(make_model(torch.bfloat16), lora_config=peft.LoraConfig(target_modules=["q_proj"]))
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
-    batch = {"input_ids": tokens(0)}
-    booster.backward(criterion(model(**batch), batch), optimizer)
-    optimizer.step()
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    step(booster, model, optimizer, batch_of(0))
     return {each: parameter.dtype for each, parameter in model.named_parameters()}, booster.describe()
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "zero1"])
 def test_adapters_in_fp32_leave_a_narrow_base_as_it_is(name):
-    for formats, described in run_on_ranks(adapters_on_a_narrow_base, world_size(name), name):
+    for formats, described in on_ranks(adapters_on_a_narrow_base, name):
         adapters = {dtype for each, dtype in formats.items() if "lora_" in each}
         assert adapters == {torch.float32}
         assert {dtype for each, dtype in formats.items() if "lora_" not in each} == {torch.bfloat16}
@@ -291,22 +269,22 @@ def test_adapters_in_fp32_leave_a_narrow_base_as_it_is(name):
 
 def saved_formats(name, folder):
     """Return the formats of a saved model, and what the manifest of a checkpoint says."""
-    booster = Booster("cpu", plugin=PLUGINS[name]())
+    booster = PLUGINS[name].make_booster()
     model = make_model(torch.bfloat16)
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
-    run(booster, name, model, optimizer)
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    run(booster, model, optimizer)
     values = updated(booster, model, optimizer)
     booster.save_checkpoint(folder, step=STEPS, model=model, optimizer=optimizer)
-    fresh = Booster("cpu", plugin=PLUGINS[name]())
+    fresh = PLUGINS[name].make_booster()
     other = make_model(torch.bfloat16)
-    other, stepped, *_ = fresh.boost(other, torch.optim.AdamW(other.parameters(), lr=LEARNING_RATE))
+    other, stepped, *_ = fresh.boost(other, adamw(other))
     fresh.load_checkpoint(folder, model=other, optimizer=stepped)
     return values, updated(fresh, other, stepped), (folder / f"step-{STEPS:08}" / "manifest.json").read_text()
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1"])
 def test_a_checkpoint_has_what_the_optimizer_updates(name, tmp_path):
-    for values, loaded, manifest in run_on_ranks(saved_formats, 2, name, tmp_path):
+    for values, loaded, manifest in on_ranks(saved_formats, name, tmp_path):
         assert {each.dtype for each in values.values()} == {torch.float32}
         assert all(torch.equal(loaded[each], expected) for each, expected in values.items())
         assert '"compute": "bf16"' in manifest
@@ -354,7 +332,7 @@ def calls_of(name):
 def formats_of_products(name):
     """Return in which format a layer inside computes, by what is called."""
     torch.manual_seed(0)
-    booster, model = Booster("cpu", "bf16", PLUGINS[name]()), tiny_llama()
+    booster, model = replace(PLUGINS[name], precision="bf16").make_booster(), tiny_llama()
     model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     seen = []
     layer = model.unwrap().model.layers[0].self_attn.q_proj
@@ -363,13 +341,13 @@ def formats_of_products(name):
     with torch.no_grad():
         for call in calls_of(name):
             seen.clear()
-            CALLS[call](model.eval(), tokens(0)[:2, :4] % 16)
+            CALLS[call](model.eval(), batch_of(0)["input_ids"][:2, :4] % 16)
             found[call] = set(seen)
     return found, torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero1", "gemini", "hybrid-tp2"])
 def test_parts_and_methods_compute_in_the_precision_of_the_run(name):
-    for found, is_left_on in run_on_ranks(formats_of_products, world_size(name), name):
+    for found, is_left_on in on_ranks(formats_of_products, name):
         assert found == {call: {torch.bfloat16} for call in calls_of(name)}
         assert not is_left_on

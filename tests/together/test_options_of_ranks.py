@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from matrix import matrix
+from plugin_runs import step
 from reference_plugins import ReferencePlugin
 from torch import nn
 
@@ -143,16 +144,10 @@ def change_settings(name, change):
     model, optimizer, *_ = booster.boost(model, optimizer)
     BOOSTED[:] = [model, booster]
     rank = DistCoordinator().rank
-    for step in range(3):
-        tokens = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(step))
-        if name == "pp":
-            batch = {"input_ids": tokens, "labels": tokens}
-            booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-        else:
-            booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 0:
+    for number in range(3):
+        tokens = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(number))
+        step(booster, model, optimizer, {"input_ids": tokens, "labels": tokens})
+        if number == 0:
             change(rank, optimizer, scheduler)
     return True
 

@@ -7,73 +7,43 @@ import sys
 
 import pytest
 import torch
+from cases import Setting
+from plugin_runs import backward, boosted, runs, step
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin
-from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP, tiny_llama
-from booster_zero import LowLevelZeroPlugin
 
-RUNS = {
-    "single": (SingleDeviceStrategy, {}, 1),
-    "ddp": (TorchDDPPlugin, {}, 2),
-    "fsdp": (TorchFSDPPlugin, {}, 2),
-    "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
-    "zero2": (LowLevelZeroPlugin, {"stage": 2}, 2),
-    "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}, 2),
-    "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}, 2),
-    "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}, 2),
-}
+RUNS = runs("single", "ddp", "fsdp", "zero1", "zero2", "gemini", "hybrid-tp", "hybrid-pp")
 WHOLE = [name for name in RUNS if name != "hybrid-pp"]
+TOKENS = torch.arange(24).view(4, 6) % 16
+BATCH = {"input_ids": TOKENS, "labels": TOKENS}
 
 
-def tokens():
-    return torch.arange(24).view(4, 6) % 16
-
-
-def boost(run, optimizer_class=torch.optim.SGD, *, scheduled=False, wrap=lambda model: model):
-    plugin_class, options, _ = RUNS[run]
+def boost(run, *, scheduled=False):
     torch.manual_seed(0)
     model = tiny_llama()
-    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if scheduled else None
-    booster = Booster(plugin=plugin_class(**options))
-    return model, optimizer, booster, booster.boost(wrap(model), optimizer, lr_scheduler=scheduler)
+    booster = RUNS[run].make_booster()
+    return model, optimizer, booster, booster.boost(model, optimizer, lr_scheduler=scheduler)
 
 
-def train_step(booster, boosted, optimizer=None):
-    optimizer = optimizer or boosted.optimizer
-    if is_pipeline(booster):
-        batch = {"input_ids": tokens(), "labels": tokens()}
-        booster.execute_pipeline(iter([batch]), boosted.model, lambda out, _: out.loss, boosted.optimizer)
-    else:
-        booster.backward(boosted.model(input_ids=tokens(), labels=tokens()).loss, boosted.optimizer)
-    optimizer.step()
-
-
-def is_pipeline(booster):
-    return isinstance(booster.plugin, HybridParallelPlugin) and booster.plugin.config.pipeline.size > 1
-
-
-def step_the_old(run, optimizer_class):
-    _, old, booster, boosted = boost(run, optimizer_class, scheduled=True)
-    before = {name: value.clone() for name, value in boosted.model.state_dict().items()}
-    with pytest.raises(
-        ConfigError, match=rf"`{optimizer_class.__name__}\.step` .* the optimizer that `boost` returned"
-    ):
-        train_step(booster, boosted, old)
-    after = boosted.model.state_dict()
+def step_the_old(run):
+    _, old, booster, made = boost(run, scheduled=True)
+    before = {name: value.clone() for name, value in made.model.state_dict().items()}
+    backward(booster, made.model, made.optimizer, BATCH)
+    with pytest.raises(ConfigError, match=r"`SGD\.step` .* the optimizer that `boost` returned"):
+        old.step()
+    after = made.model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items()), "nothing was stepped"
-    boosted.optimizer.step()
-    boosted.lr_scheduler.step()
+    made.optimizer.step()
+    made.lr_scheduler.step()
     assert [group["lr"] for group in old.param_groups] == [0.05]
-    after = boosted.model.state_dict()
+    after = made.model.state_dict()
     assert any(not torch.equal(value, after[name]) for name, value in before.items()), "the boosted one steps"
     with pytest.raises(ConfigError, match="returned"):
         old.step()
@@ -81,30 +51,29 @@ def step_the_old(run, optimizer_class):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_stepping_the_optimizer_from_before_boost_raises(run):
-    run_on_ranks(step_the_old, RUNS[run][2], run, torch.optim.SGD)
+    run_on_ranks(step_the_old, RUNS[run].num_ranks, run)
 
 
 def call_the_old(run):
-    old, _, booster, boosted = boost(run)
+    old, _, booster, made = boost(run)
     with pytest.raises(ConfigError, match="`LlamaForCausalLM` was called in training, but not through the model"):
-        old(tokens())
-    train_step(booster, boosted)
-    boosted.optimizer.zero_grad()
+        old(TOKENS)
+    step(booster, made.model, made.optimizer, BATCH)
     with pytest.raises(ConfigError, match="Call the boosted model itself"):
-        old(tokens())
+        old(TOKENS)
     with torch.no_grad():
-        expected = boosted.model(tokens()).logits
-        torch.testing.assert_close(old(tokens()).logits, expected)
-    boosted.model.eval()
-    torch.testing.assert_close(old(tokens()).logits.detach(), expected)
-    boosted.model.train()
-    assert boosted.model.generate(tokens(), max_new_tokens=2, do_sample=False).shape == (4, 8)
-    train_step(booster, boosted)
+        expected = made.model(TOKENS).logits
+        torch.testing.assert_close(old(TOKENS).logits, expected)
+    made.model.eval()
+    torch.testing.assert_close(old(TOKENS).logits.detach(), expected)
+    made.model.train()
+    assert made.model.generate(TOKENS, max_new_tokens=2, do_sample=False).shape == (4, 8)
+    step(booster, made.model, made.optimizer, BATCH)
 
 
 @pytest.mark.parametrize("run", WHOLE)
 def test_training_with_the_model_from_before_boost_raises(run):
-    run_on_ranks(call_the_old, RUNS[run][2], run)
+    run_on_ranks(call_the_old, RUNS[run].num_ranks, run)
 
 
 class WithMethod(TinyMLP):
@@ -113,10 +82,7 @@ class WithMethod(TinyMLP):
 
 
 def call_a_method(run):
-    plugin_class, options, _ = RUNS[run]
-    model = WithMethod()
-    booster = Booster(plugin=plugin_class(**options))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(RUNS[run], WithMethod())
     x = torch.randn(4, 8)
     with pytest.raises(ConfigError, match=r"methods of the model that call `self\(...\)`"):
         model.loss(x)
@@ -128,13 +94,11 @@ def call_a_method(run):
 
 @pytest.mark.parametrize("run", ["single", "ddp", "fsdp", "zero1", "gemini"])
 def test_a_method_that_trains_past_the_strategy_raises(run):
-    run_on_ranks(call_a_method, RUNS[run][2], run)
+    run_on_ranks(call_a_method, RUNS[run].num_ranks, run)
 
 
 def call_a_registered_method():
-    model = WithMethod()
-    booster = Booster(plugin=TorchFSDPPlugin(forward_methods=["loss"]))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(Setting(TorchFSDPPlugin, {"forward_methods": ["loss"]}), WithMethod())
     booster.backward(model.loss(torch.randn(4, 8)), optimizer)
     optimizer.step()
 

@@ -2,29 +2,29 @@
 
 import pytest
 import torch
+from cases import Setting
 from expert_models import batch_of, make
 from matrix import matrix, named
+from plugin_runs import RUNS, step
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_ddp import TorchDDPPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import enable_activation_checkpointing
 from booster_testing import run_on_ranks
 from booster_tools.tracking import RouterStatistics, Tracker, track
-from booster_zero import LowLevelZeroPlugin
 
 STEPS = 3
 SETTINGS = {
-    "ddp": (TorchDDPPlugin, {}, 2),
-    "zero-2": (LowLevelZeroPlugin, {"stage": 2}, 2),
-    "zero-3": (HybridParallelPlugin, {"zero_stage": 3}, 2),
-    "ep": (HybridParallelPlugin, {"ep_size": 2}, 2),
-    "tp dp": (HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1}, 4),
-    "ring": (HybridParallelPlugin, {"sp_size": 2, "context_parallel": "ring"}, 2),
-    "split_gather": (HybridParallelPlugin, {"tp_size": 2, "sequence_parallel": True}, 2),
-    "pp": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}, 2),
+    "ddp": RUNS["ddp"],
+    "zero-2": RUNS["zero2"],
+    "zero-3": RUNS["zero3"],
+    "ep": Setting(HybridParallelPlugin, {"ep_size": 2}),
+    "tp dp": Setting(HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1}, 4),
+    "ring": Setting(HybridParallelPlugin, {"sp_size": 2, "context_parallel": "ring"}),
+    "split_gather": Setting(HybridParallelPlugin, {"tp_size": 2, "sequence_parallel": True}),
+    "pp": RUNS["hybrid-pp"],
 }
 
 
@@ -46,25 +46,18 @@ class Kept(Tracker):
 
 def tracked(name, setting, every, recomputes=False):
     """Train, and return what the tracker of this rank has, and the loads of the last measured step."""
-    kind, options, _ = SETTINGS[setting]
-    booster = Booster("cpu", plugin=kind(**options))
-    net = make(name)
+    booster, net = SETTINGS[setting].make_booster(), make(name)
     if recomputes:
         enable_activation_checkpointing(net)
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     index, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     tracker, meter = Kept(), RouterStatistics(booster, model, every=every, per_expert=True)
     with track(optimizer, tracker, meters=[meter]):
-        for step in range(STEPS):
-            batch = batch_of(step, index)
-            if "pp_size" in options:
-                booster.execute_pipeline(iter([batch]), model, lambda out, _: out.loss, optimizer)
-            else:
-                booster.backward(model(**batch).loss, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+        for number in range(STEPS):
+            batch = batch_of(number, index)
+            step(booster, model, optimizer, batch)
             model.eval()
-            if "pp_size" not in options:
+            if setting != "pp":
                 with torch.no_grad():
                     model(**batch)
             model.train()
@@ -80,11 +73,11 @@ def by_hand(name, num_replicas):
         if "Router" in type(module).__name__:
             found[path] = []
             module.register_forward_hook(lambda _m, _i, out, path=path: found[path].append(out))
-    for step in range(STEPS):
+    for number in range(STEPS):
         for each in found.values():
             each.clear()
         for replica in range(num_replicas):
-            (model(**batch_of(step, replica)).loss / num_replicas).backward()
+            (model(**batch_of(number, replica)).loss / num_replicas).backward()
         optimizer.step()
         optimizer.zero_grad()
         values = {}
@@ -104,7 +97,9 @@ def by_hand(name, num_replicas):
 
 
 MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")  # GPT-OSS has no tensor plan
-PAIRS = [(name, key) for name in MODELS for key in SETTINGS if name != "gpt_oss" or "tp_size" not in SETTINGS[key][1]]
+PAIRS = [
+    (name, key) for name in MODELS for key in SETTINGS if name != "gpt_oss" or "tp_size" not in SETTINGS[key].options
+]
 
 
 @matrix(
@@ -112,10 +107,9 @@ PAIRS = [(name, key) for name in MODELS for key in SETTINGS if name != "gpt_oss"
     **{"name, setting": named(PAIRS, str, joint=True)},
 )
 def test_values_are_those_that_one_process_counts(name, setting):
-    num_ranks = SETTINGS[setting][2]
     num_replicas = 1 if setting in ("ring", "split_gather", "pp") else 2
     expected = by_hand(name, num_replicas)
-    (steps, loads), *others = run_on_ranks(tracked, num_ranks, name, setting, 1, timeout_seconds=120)
+    (steps, loads), *others = run_on_ranks(tracked, SETTINGS[setting].num_ranks, name, setting, 1, timeout_seconds=120)
     assert [set(each) for each in steps] == [set(each) for each in expected]
     for found, plain in zip(steps, expected, strict=True):
         assert found == pytest.approx(plain, rel=1e-5)

@@ -6,9 +6,7 @@ one model are used for most.
 
 import math
 import tempfile
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, train_plainly
 from driven_runs import assert_same_loop
 from matrix import matrix
+from plugin_runs import runs
 from torch import nn
 
 from booster_core import Booster, LossScaleConfig, PrecisionPolicy
@@ -29,21 +28,24 @@ from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
 STEPS, MAX_NORM = 4, 0.5
-PLUGINS = {
-    "single": lambda: "single",
-    "ddp": lambda: "ddp",
-    "fsdp": lambda: "fsdp",
-    "zero-1": lambda: LowLevelZeroPlugin(bucket_bytes=2048),
-    "zero-2": lambda: LowLevelZeroPlugin(stage=2, bucket_bytes=2048, overlap_allgather=True),
-    "zero-2, offloaded": lambda: LowLevelZeroPlugin(stage=2, cpu_offload=True),
-    "gemini": lambda: GeminiPlugin(min_chunk_bytes=1024),
-    "gemini, offloaded": lambda: GeminiPlugin(
-        min_chunk_bytes=1024, offload_param_frac=1.0, offload_optim_frac=1.0, offload_dir=tempfile.gettempdir()
+SETTINGS = {
+    **runs("single", "ddp", "fsdp"),
+    "zero-1": Setting(LowLevelZeroPlugin, {"bucket_bytes": 2048}),
+    "zero-2": Setting(LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 2048, "overlap_allgather": True}),
+    "zero-2, offloaded": Setting(LowLevelZeroPlugin, {"stage": 2, "cpu_offload": True}),
+    "gemini": Setting(GeminiPlugin, {"min_chunk_bytes": 1024}),
+    "gemini, offloaded": Setting(
+        GeminiPlugin,
+        {
+            "min_chunk_bytes": 1024,
+            "offload_param_frac": 1.0,
+            "offload_optim_frac": 1.0,
+            "offload_dir": tempfile.gettempdir(),
+        },
     ),
-    "gemini, replicas": lambda: GeminiPlugin(min_chunk_bytes=1024, replica_size=2),
+    "gemini, replicas": Setting(GeminiPlugin, {"min_chunk_bytes": 1024, "replica_size": 2}),
 }
-RANKS = dict.fromkeys(PLUGINS, 2) | {"single": 1}
-SHARDED = [name for name in PLUGINS if name.startswith(("zero", "gemini"))]
+SHARDED = [name for name in SETTINGS if name.startswith(("zero", "gemini"))]
 
 
 class Transformer(nn.Module):
@@ -83,14 +85,6 @@ def rows(number, replica):
     return torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(10 * number + replica))
 
 
-def setting_of(plugin):
-    return Setting(partial(plugin_of, plugin), num_ranks=RANKS[plugin])
-
-
-def plugin_of(plugin):
-    return PLUGINS[plugin]()
-
-
 def decay(step, _model, optimizers):
     """Do before each step but the first what a scheduler of each optimizer does after a step."""
     for each in optimizers if step else ():
@@ -107,53 +101,50 @@ def make(dtype=torch.float64):
     return model, muon_and_adamw(model)
 
 
-def trained(plugin, root, is_lazy):
-    booster = Booster("cpu", plugin=PLUGINS[plugin]())
-    with LazyInitContext() if is_lazy else nullcontext():
+@matrix(["fsdp", "zero-2, offloaded", "gemini, replicas"], plugin=SETTINGS)
+def test_training_equals_one_process_through_a_checkpoint(plugin, tmp_path):
+    """Each optimizer in turn clips, by the norm of the whole model."""
+    assert_equals_one_process(replace(PLAIN, before_step=decay), SETTINGS[plugin], checkpoint=tmp_path / "run")
+
+
+def lazy_with_schedulers(plugin, root):
+    """Train a lazy model with schedulers, and save it in the end; return its parameters, and those that are loaded."""
+    booster = SETTINGS[plugin].make_booster()
+    with LazyInitContext():
         model, optimizers = make()
     schedulers = tuple(torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers)
     model, boosted, _, _, steered = booster.boost(model, optimizers, lr_scheduler=schedulers)
     assert type(boosted) is list
     assert steered == schedulers
     assert [each.unwrap() for each in boosted] == optimizers
-    coordinator = DistCoordinator()
-    norms, gradients = [], []
     for step in range(STEPS):
-        if step == STEPS // 2:  # go on in new objects, from one checkpoint of both optimizers
-            booster.save_checkpoint(root, model=model, optimizer=boosted, lr_scheduler=steered, step=step)
-            booster = Booster("cpu", plugin=PLUGINS[plugin]())
-            model, optimizers = make()
-            schedulers = tuple(torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers)
-            model, boosted, _, _, steered = booster.boost(model, tuple(optimizers), lr_scheduler=schedulers)
-            assert type(boosted) is tuple
-            booster.load_checkpoint(root, model=model, optimizer=boosted, lr_scheduler=steered)
-        booster.backward(model(rows(step, coordinator.rank)).square().mean(), boosted[step % 2])
-        names = [name for name, _ in model.unwrap().named_parameters()]
-        gradients.append({name: full_gradient(booster, model, name).clone() for name in names})
-        norms.append(float(boosted[step % 2].clip_grad_by_norm(MAX_NORM)))  # of the whole model, by either
+        booster.backward(model(rows(step, DistCoordinator().rank)).square().mean(), boosted[step % 2])
+        boosted[step % 2].clip_grad_by_norm(MAX_NORM)
         for each in boosted:  # one after the other: what one drops is not the other's
             each.step()
             each.zero_grad()
         for each in steered:
             each.step()
-    return whole_model(booster, model), norms, gradients
+    booster.save_checkpoint(root, model=model, optimizer=boosted, lr_scheduler=steered, step=STEPS)
+    other, optimizers = make()
+    schedulers = tuple(torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers)
+    other, boosted, _, _, steered = booster.boost(other, tuple(optimizers), lr_scheduler=schedulers)
+    assert type(boosted) is tuple
+    booster.load_checkpoint(root, model=other, optimizer=boosted, lr_scheduler=steered)
+    assert [each.get_last_lr() for each in steered] == [[pytest.approx(rate * 0.9**STEPS)] for rate in (0.02, 0.05)]
+    return whole_model(booster, model), whole_model(booster, other)
 
 
-@matrix(
-    ["fsdp-False", "zero-2, offloaded-False", "gemini, replicas-False", "zero-1-True", "gemini-True"],
-    **{"plugin, is_lazy": [*((plugin, False) for plugin in RANKS), ("zero-1", True), ("gemini", True)]},
-)
-def test_training_equals_one_process_through_a_checkpoint(plugin, is_lazy, tmp_path):
-    expected = train_plainly(replace(PLAIN, before_step=decay), RANKS[plugin])
-    for weights, norms, gradients in run_on_ranks(trained, RANKS[plugin], plugin, tmp_path / "run", is_lazy):
-        assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
-        for found, plain in zip(gradients, expected.gradients, strict=True):
-            assert_same_tensors(found, plain, PLAIN.tolerance)
-        assert norms == pytest.approx(expected.norms, rel=1e-5)
+@pytest.mark.parametrize("plugin", ["zero-1", "gemini"])
+def test_a_lazy_model_and_a_scheduler_of_each_train_as_in_one_process(plugin, tmp_path):
+    expected = train_plainly(replace(PLAIN, before_step=decay), SETTINGS[plugin].num_ranks)
+    for found in run_on_ranks(lazy_with_schedulers, SETTINGS[plugin].num_ranks, plugin, tmp_path / "run"):
+        for weights in found:
+            assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
 
 
 def trained_by_train_batch(plugin):
-    booster = Booster("cpu", plugin=PLUGINS[plugin]())
+    booster = SETTINGS[plugin].make_booster()
     model, optimizers = make()
     model, boosted, *_ = booster.boost(model, optimizers)
     coordinator = DistCoordinator()
@@ -170,10 +161,10 @@ def trained_by_train_batch(plugin):
     return whole_model(booster, model)
 
 
-@matrix(["fsdp", "zero-2", "gemini"], plugin=RANKS)
+@matrix(["fsdp", "zero-2", "gemini"], plugin=SETTINGS)
 def test_train_batch_steps_all_of_them(plugin):
-    expected = train_plainly(PLAIN, RANKS[plugin])
-    for weights in run_on_ranks(trained_by_train_batch, RANKS[plugin], plugin):
+    expected = train_plainly(PLAIN, SETTINGS[plugin].num_ranks)
+    for weights in run_on_ranks(trained_by_train_batch, SETTINGS[plugin].num_ranks, plugin):
         assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
 
 
@@ -181,7 +172,7 @@ def overflow_in_one(plugin, overflowing):
     """Return for each step whether weights of each optimizer moved, and the loss scale after it."""
     config = LossScaleConfig(initial_scale=8.0, growth_interval=2)
     precision = PrecisionPolicy(compute_dtype=torch.float16, loss_scale=config)
-    booster = Booster("cpu", precision, PLUGINS[plugin]())
+    booster = replace(SETTINGS[plugin], precision=precision).make_booster()
     model, optimizers = make(torch.float32)
     model, boosted, *_ = booster.boost(model, optimizers)
     watched = ["layers.0.linear1.weight", "scale"]  # of Muon, of AdamW
@@ -201,7 +192,7 @@ def overflow_in_one(plugin, overflowing):
     return found, boosted[0].loss_scaler is boosted[1].loss_scaler
 
 
-@matrix(1, plugin=[name for name in PLUGINS if "replicas" not in name], overflowing=[0, 1])
+@matrix(1, plugin=[name for name in SETTINGS if "replicas" not in name], overflowing=[0, 1])
 def test_an_overflow_in_one_skips_the_step_of_all(plugin, overflowing):
     for found, is_shared in run_on_ranks(overflow_in_one, 1, plugin, overflowing):
         assert found == [([False, False], 4.0), ([True, True], 4.0), ([True, True], 8.0)]
@@ -228,7 +219,7 @@ def test_a_checkpoint_has_the_state_of_all_or_none(tmp_path):
     ("source", "target"), [("fsdp", "zero-2"), ("zero-1", "ddp"), ("ddp", "gemini"), ("gemini", "fsdp")]
 )
 def test_a_checkpoint_moves_between_plugins(source, target, tmp_path):
-    assert_equals_one_process(PLAIN, setting_of(source), checkpoint=tmp_path / "run", then=setting_of(target))
+    assert_equals_one_process(PLAIN, SETTINGS[source], checkpoint=tmp_path / "run", then=SETTINGS[target])
 
 
 def one_adds_up(run):
@@ -245,7 +236,7 @@ def one_adds_up(run):
 
 @pytest.mark.parametrize("plugin", ["ddp", *SHARDED])
 def test_one_steps_while_the_other_adds_up(plugin):
-    assert_same_loop(one_adds_up, PLAIN, setting_of(plugin))
+    assert_same_loop(one_adds_up, PLAIN, SETTINGS[plugin])
 
 
 def late(model):
@@ -269,15 +260,15 @@ def lists_the_head(step, model, optimizers):
 @pytest.mark.parametrize("plugin", ["zero-1", "gemini"])
 def test_a_parameter_joins_an_optimizer_that_takes_it_in_another_way(plugin):
     case = replace(PLAIN, optimizer=late, before_step=lists_the_head, max_norm=None)
-    assert_equals_one_process(case, setting_of(plugin))
+    assert_equals_one_process(case, SETTINGS[plugin])
 
 
 def what_each_steps_on(plugin):
     """Return by optimizer the elements that this rank steps on, and whether it takes parameters whole."""
     model, optimizers = make()
     # What a chunk has is balanced, so Gemini has chunks of its own size here, not one for each layer.
-    chosen = GeminiPlugin() if plugin == "gemini" else PLUGINS[plugin]()
-    Booster("cpu", plugin=chosen).boost(model, optimizers)
+    chosen = Setting(GeminiPlugin) if plugin == "gemini" else SETTINGS[plugin]
+    chosen.make_booster().boost(model, optimizers)
     shapes = {tuple(parameter.shape) for parameter in model.layers.parameters()}
     listed = [[each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers]
     return [sum(each.numel() for each in of_one) for of_one in listed], all(tuple(p.shape) in shapes for p in listed[0])

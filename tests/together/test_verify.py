@@ -3,24 +3,13 @@
 import pytest
 import torch
 from matrix import matrix
+from plugin_runs import runs
 
-from booster_ddp import TorchDDPPlugin
-from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 from booster_tools import TrainingFunctions, verify
-from booster_zero import LowLevelZeroPlugin
 
-PLUGINS = {
-    "ddp": (TorchDDPPlugin, {}),
-    "fsdp": (TorchFSDPPlugin, {}),
-    "zero2": (LowLevelZeroPlugin, {"stage": 2}),
-    "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}),
-    "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}),
-    "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}),
-}
+PLUGINS = runs("ddp", "fsdp", "zero2", "gemini", "hybrid-tp", "hybrid-pp")
 
 
 def build():
@@ -34,9 +23,10 @@ def batch(samples=4):
 
 
 def verify_plugin(name, precision):
-    plugin_class, options = PLUGINS[name]
     before = torch.get_rng_state()
-    report = verify(TrainingFunctions(build, batch), plugin_class(**options), mixed_precision=precision)
+    report = verify(
+        TrainingFunctions(build, batch), PLUGINS[name].plugin(**PLUGINS[name].options), mixed_precision=precision
+    )
     assert torch.equal(torch.get_rng_state(), before)
     report.check()
     return [(found.what, found.step, found.name) for found in report.differences]

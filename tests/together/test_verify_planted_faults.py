@@ -83,13 +83,6 @@ class Summing(Convolving):
         return x + self.down(functional.gelu(self.up(x)))
 
 
-class Result:
-    """What a model returns in an object of no known kind."""
-
-    def __init__(self, logits):
-        self.logits = logits
-
-
 class Blocks(nn.Module):
     def __init__(self, kind):
         super().__init__()

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_testing import run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
 from booster_zero import LowLevelZeroPlugin
 
 pytest.importorskip("accelerate", reason="needs Accelerate: pip install accelerate")
@@ -77,24 +78,29 @@ def save_by_accelerate(folder):
     return whole_values(model), whole_moments(model, optimizer)
 
 
+def boosted(seed, lr):
+    booster, module = Booster("cpu", plugin=LowLevelZeroPlugin(stage=1)), made(seed)
+    model, optimizer, *_ = booster.boost(module, torch.optim.AdamW(module.parameters(), lr=lr))
+    return booster, model, optimizer
+
+
+def state_of(booster, model, optimizer):
+    """Return the model's values, and this rank's pieces of the first moments."""
+    moments = [
+        (shard.name, shard.flat_range, shard.data.clone())
+        for shard in booster.state_adapter(model, optimizer).optimizer_shards()
+        if shard.state == "exp_avg"
+    ]
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, moments
+
+
 def load_both(folder):
-    booster, module = Booster("cpu", plugin=LowLevelZeroPlugin(stage=1)), made(1)
-    model, optimizer, *_ = booster.boost(module, torch.optim.AdamW(module.parameters(), lr=0.7))
+    booster, model, optimizer = boosted(1, lr=0.7)
     with pytest.raises(CheckpointError, match=r"'optimizer_0', 'pytorch_model_fsdp_0'. Pass the path of the one"):
         booster.load_model(model, folder)
     booster.load_model(model, f"{folder}/pytorch_model_fsdp_0")
     booster.load_optimizer(optimizer, f"{folder}/optimizer_0")
-    adapter = booster.state_adapter(model, optimizer)
-    moments = [
-        (shard.name, shard.flat_range, shard.data.clone())
-        for shard in adapter.optimizer_shards()
-        if shard.state == "exp_avg"
-    ]
-    return (
-        {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        moments,
-        optimizer.param_groups[0]["lr"],
-    )
+    return *state_of(booster, model, optimizer), optimizer.param_groups[0]["lr"]
 
 
 def test_folders_of_accelerate_load_and_the_one_above_names_them(tmp_path):
@@ -103,8 +109,7 @@ def test_folders_of_accelerate_load_and_the_one_above_names_them(tmp_path):
     seen = dict.fromkeys(states, 0)
     for loaded, moments, rate in found:
         assert rate == 0.1
-        assert loaded.keys() == values.keys()
-        assert all(torch.equal(loaded[name], values[name]) for name in values)
+        assert_same_tensors(loaded, values, EXACT)
         for name, (start, stop), part in moments:
             assert torch.equal(part.view(-1), states[name].reshape(-1)[start:stop])
             seen[name] += stop - start
@@ -113,8 +118,7 @@ def test_folders_of_accelerate_load_and_the_one_above_names_them(tmp_path):
 
 def save_ours(folder):
     """Train one step under ZeRO, and save for both; return the model's values, and this rank's first moments."""
-    booster, module = Booster("cpu", plugin=LowLevelZeroPlugin(stage=1)), made(0)
-    model, optimizer, *_ = booster.boost(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(0, lr=0.1)
     booster.backward(model(batch()).square().mean(), optimizer)
     optimizer.step()
     booster.save_model(model, f"{folder}/pytorch_model_fsdp.bin", use_safetensors=False)
@@ -123,13 +127,7 @@ def save_ours(folder):
     for _ in range(2):  # also over its own
         booster.save_model(model, f"{folder}/state/pytorch_model_fsdp_0", gather_dtensor=False, prefix="model")
         booster.save_optimizer(optimizer, f"{folder}/state/optimizer_0", gather_dtensor=False, prefix="optimizer")
-    adapter = booster.state_adapter(model, optimizer)
-    moments = [
-        (shard.name, shard.flat_range, shard.data.clone())
-        for shard in adapter.optimizer_shards()
-        if shard.state == "exp_avg"
-    ]
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, moments
+    return state_of(booster, model, optimizer)
 
 
 def load_whole_by_accelerate(folder):
@@ -170,11 +168,10 @@ def test_our_files_and_folders_load_in_accelerate_and_in_the_model_that_it_shard
     saved = run_on_ranks(save_ours, 2, str(tmp_path))
     values = saved[0][0]
     for loaded in run_on_ranks(load_whole_by_accelerate, 2, str(tmp_path)):
-        assert loaded.keys() == values.keys()
-        assert all(torch.equal(loaded[name], values[name]) for name in values)
+        assert_same_tensors(loaded, values, EXACT)
     by_torch = run_on_ranks(load_by_torch, 2, str(tmp_path))
     for loaded, moments, rate, steps in by_torch + run_on_ranks(load_state_by_accelerate, 2, str(tmp_path)):
-        assert all(torch.equal(loaded[name], values[name]) for name in values)
+        assert_same_tensors(loaded, values, EXACT)
         assert (rate, steps) == (0.1, {1.0})
         count = 0
         for _, parts in saved:

@@ -1,39 +1,23 @@
 """A model is exported in one format under every plugin: that in which it came, or that which was asked for."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from matrix import matrix
+from plugin_runs import RUNS, boosted, step
 from safetensors.torch import load_file
 
-from booster_core import Booster, PrecisionPolicy
-from booster_ddp import TorchDDPPlugin
-from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin
-from booster_runtime.single import SingleDeviceStrategy
+from booster_core import PrecisionPolicy
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
-from booster_zero import LowLevelZeroPlugin
 
 pytest.importorskip("transformers", reason="needs the extra 'transformers'")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
-RUNS = {
-    "single": (SingleDeviceStrategy, {}, 1),
-    "ddp": (TorchDDPPlugin, {}, 2),
-    "fsdp": (TorchFSDPPlugin, {}, 2),
-    "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
-    "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 4096}, 2),
-    "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}, 2),
-    "hybrid-dp": (HybridParallelPlugin, {"zero_stage": 1}, 2),
-    "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}, 2),
-    "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}, 2),
-    "hybrid-zero3": (HybridParallelPlugin, {"tp_size": 1, "zero_stage": 3}, 2),
-}
 F32, BF16 = torch.float32, torch.bfloat16
 CASES = {  # what the model comes in, what is asked, what is written
     "fp32 model": (F32, None, F32),
@@ -47,6 +31,10 @@ CASES = {  # what the model comes in, what is asked, what is written
 }
 
 
+TOKENS = torch.arange(24).view(4, 6) % 16
+BATCH = {"input_ids": TOKENS, "labels": TOKENS}
+
+
 def make_model(dtype):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -58,28 +46,14 @@ def make_model(dtype):
 
 
 def boost(run, dtype, precision):
-    plugin_class, options, _ = RUNS[run]
-    booster = Booster("cpu", precision, plugin_class(**options))
-    model = make_model(dtype)
-    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))[:2]
-
-
-def step(booster, model, optimizer):
-    tokens = torch.arange(24).view(4, 6) % 16
-    if isinstance(booster.plugin, HybridParallelPlugin) and booster.plugin.config.pipeline.size > 1:
-        batch = {"input_ids": tokens, "labels": tokens}
-        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-    else:
-        booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
+    return boosted(replace(RUNS[run], precision=precision), make_model(dtype), lr=0.5)
 
 
 def save_all(run, root):
     for case, (dtype, precision, _) in CASES.items():
         booster, model, optimizer = boost(run, dtype, precision)
         booster.save_model(model, f"{root}/{case}/at first", shard=True)
-        step(booster, model, optimizer)
+        step(booster, model, optimizer, BATCH)
         booster.save_model(model, f"{root}/{case}/trained", shard=True)
 
 
@@ -96,7 +70,7 @@ def files(folder):
 
 @matrix(["fsdp", "zero2", "gemini", "hybrid-tp"], run=RUNS)
 def test_every_plugin_writes_the_same_format(run, tmp_path, one_process):
-    run_on_ranks(save_all, RUNS[run][2], run, str(tmp_path))
+    run_on_ranks(save_all, RUNS[run].num_ranks, run, str(tmp_path))
     for case, (came_in, _, written) in CASES.items():
         at_first = files(tmp_path / case / "at first")
         assert at_first == files(one_process / case / "at first"), f"{case}: unchanged values, bit for bit"
@@ -118,7 +92,7 @@ def test_every_plugin_writes_the_same_format(run, tmp_path, one_process):
 
 def write_and_save(run, path):
     booster, model, optimizer = boost(run, F32, "bf16")
-    step(booster, model, optimizer)
+    step(booster, model, optimizer, BATCH)
     with torch.no_grad():
         model.unwrap().lm_head.weight[3] = 0.625
     booster.save_model(model, path)
@@ -127,15 +101,14 @@ def write_and_save(run, path):
 @pytest.mark.parametrize("run", ["single", "ddp", "zero1", "zero2", "hybrid-dp", "hybrid-tp"])
 def test_what_the_script_has_written_since_the_last_step_is_exported(run, tmp_path):
     path = tmp_path / "model.safetensors"
-    run_on_ranks(write_and_save, RUNS[run][2], run, str(path))
+    run_on_ranks(write_and_save, RUNS[run].num_ranks, run, str(path))
     weight = load_file(path)["lm_head.weight"]
     assert torch.equal(weight[3], torch.full_like(weight[3], 0.625))
     assert not torch.equal(weight[4], weight[4].to(BF16).to(F32)), "all else is what the optimizer updates"
 
 
 def save_without_optimizer(run, path):
-    plugin_class, options, _ = RUNS[run]
-    booster = Booster("cpu", "bf16", plugin_class(**options))
+    booster = replace(RUNS[run], precision="bf16").make_booster()
     model, *_ = booster.boost(make_model(F32))
     booster.save_model(model, path)
 
@@ -143,5 +116,5 @@ def save_without_optimizer(run, path):
 @pytest.mark.parametrize("run", ["single", "ddp", "fsdp", "zero1", "gemini", "hybrid-tp"])
 def test_a_model_without_an_optimizer_has_the_same_format(run, tmp_path):
     path = tmp_path / "model.safetensors"
-    run_on_ranks(save_without_optimizer, RUNS[run][2], run, str(path))
+    run_on_ranks(save_without_optimizer, RUNS[run].num_ranks, run, str(path))
     assert {tensor.dtype for tensor in load_file(path).values()} == {F32}

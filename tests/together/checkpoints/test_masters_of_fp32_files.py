@@ -104,17 +104,6 @@ def test_masters_follow_the_values_of_a_file_without_their_digits(run, tmp_path)
     run_on_ranks(load_rounded_file, RUNS[run][2], run, str(path))
 
 
-def load_transformers_folder(run, folder):
-    booster, model, optimizer = boosted(run, "bf16")
-    booster.load_model(model, folder)
-    check_digits(booster, model, optimizer, load_file(f"{folder}/model.safetensors"))
-
-
-def test_masters_take_the_values_of_a_transformers_folder(tmp_path):
-    llama(seed=12).save_pretrained(tmp_path)
-    run_on_ranks(load_transformers_folder, 2, "zero2", str(tmp_path))
-
-
 def save_fp32_run(root):
     booster = Booster()
     model = llama(seed=5)

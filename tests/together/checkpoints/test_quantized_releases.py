@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from cases import Setting
 from matrix import matrix
+from plugin_runs import RUNS, runs
 
-from booster_core import Booster, discovery
+from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.state import slices_of
+from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import load_pretrained
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -22,16 +25,11 @@ pytestmark = [
     pytest.mark.usefixtures("transformers_leaves_nothing"),
 ]
 
-RUNS = {
-    "ddp": ("ddp", {}),
-    "fsdp": ("fsdp", {}),
-    "zero1": ("zero", {"stage": 1}),
-    "zero2": ("zero", {"stage": 2}),
-    "zero3": ("hybrid", {"tp_size": 1, "pp_size": 1, "zero_stage": 3}),
-    "gemini": ("gemini", {"min_chunk_bytes": 4096}),
-    "tp2": ("hybrid", {"tp_size": 2, "pp_size": 1}),
-    "pp2": ("hybrid", {"tp_size": 1, "pp_size": 2}),
-    "ep2": ("hybrid", {"tp_size": 1, "pp_size": 1, "ep_size": 2, "zero_stage": 1}),
+SETTINGS = {
+    **runs("ddp", "fsdp", "zero1", "zero2", "zero3", "gemini"),
+    "tp2": RUNS["hybrid-tp"],
+    "pp2": RUNS["hybrid-pp"],
+    "ep2": Setting(HybridParallelPlugin, {"ep_size": 2, "zero_stage": 1}),
 }
 
 
@@ -48,10 +46,9 @@ def wrong_shards(booster, model, expected):
 
 def read_each_way(run, family, folder):
     """Load into models with values, into lazy ones and by `from_pretrained` in `LazyInitContext`."""
-    plugin, options = RUNS[run]
     found = {}
     for way in ("load_model", "load_pretrained", "from_pretrained"):
-        booster = Booster("cpu", None, discovery.load(plugin)(**options))
+        booster = SETTINGS[run].make_booster()
         dtype = torch.float32 if way == "load_model" else torch.bfloat16
         if way == "load_model":
             model = build(family, seed=3, dtype=dtype)
@@ -72,7 +69,9 @@ def read_each_way(run, family, folder):
     return found
 
 
-CASES = [("qwen3_moe", run) for run in RUNS] + [("gpt_oss", run) for run in RUNS if run != "tp2"]  # it has no policy
+CASES = [("qwen3_moe", run) for run in SETTINGS] + [
+    ("gpt_oss", run) for run in SETTINGS if run != "tp2"
+]  # it has no policy
 DEFAULT = ["gpt_oss-fsdp", "qwen3_moe-zero3", "qwen3_moe-gemini", "qwen3_moe-tp2", "gpt_oss-ep2"]
 
 

@@ -1,24 +1,23 @@
 """``save_pretrained`` under every plugin: stock ``from_pretrained`` loads what was trained, or an error says why."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cases import Setting
 from isolated_libraries import FOLDER, missing_libraries
 from matrix import matrix
 from model_zoo import get_model
+from plugin_runs import runs, step
 from pretrained_models import Saves, load, make_model, tokens, trained_in_one_process
 from safetensors.torch import load_file
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
-from booster_ddp import TorchDDPPlugin
-from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin
-from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -33,21 +32,14 @@ pytestmark = [
 ]
 
 RUNS = {
-    "single": (SingleDeviceStrategy, {}, 1),
-    "ddp": (TorchDDPPlugin, {}, 2),
-    "fsdp": (TorchFSDPPlugin, {}, 2),
-    "zero1": (LowLevelZeroPlugin, {"stage": 1, "overlap_allgather": True}, 2),
-    "zero2": (LowLevelZeroPlugin, {"stage": 2}, 2),
-    "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}, 2),
-    "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}, 2),
-    "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}, 2),
+    **runs("single", "ddp", "fsdp", "zero2", "gemini", "hybrid-tp", "hybrid-pp"),
+    "zero1": Setting(LowLevelZeroPlugin, {"overlap_allgather": True}),
 }
 SHARDED = [name for name in RUNS if name not in ("single", "ddp")]
 
 
 def boost(run, precision=None, lora=None):
-    plugin_class, options, _ = RUNS[run]
-    booster = Booster(plugin=plugin_class(**options), mixed_precision=precision)
+    booster = replace(RUNS[run], precision=precision).make_booster()
     model = make_model()
     if lora is not None:
         model = booster.enable_lora(model, lora_config=lora)
@@ -57,13 +49,7 @@ def boost(run, precision=None, lora=None):
 
 def train(booster, model, optimizer):
     """Take a step; every rank sees the same batch, so that the run equals one process'."""
-    if isinstance(booster.plugin, HybridParallelPlugin) and booster.plugin.config.pipeline.size > 1:
-        batch = {"input_ids": tokens(), "labels": tokens()}
-        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-    else:
-        booster.backward(model(input_ids=tokens(), labels=tokens()).loss, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
+    step(booster, model, optimizer, {"input_ids": tokens(), "labels": tokens()})
 
 
 def train_and_save(run, folder, precision=None, **options):
@@ -74,7 +60,7 @@ def train_and_save(run, folder, precision=None, **options):
 
 @matrix(["single", "zero2"], run=RUNS)
 def test_from_pretrained_loads_what_was_trained(run, tmp_path):
-    run_on_ranks(train_and_save, RUNS[run][2], run, str(tmp_path / "ours"))
+    run_on_ranks(train_and_save, RUNS[run].num_ranks, run, str(tmp_path / "ours"))
     expected = trained_in_one_process()
     loaded = load(tmp_path / "ours")
     assert_same_tensors(loaded.state_dict(), expected.state_dict(), tolerance_for(torch.float32))
@@ -99,7 +85,7 @@ def train_and_save_by_default(run, folder):
 @pytest.mark.parametrize("run", RUNS)
 def test_from_pretrained_loads_what_save_model_writes_by_default(run, tmp_path):
     """The path has no suffix of a file, though it has a dot; one that has stays a file."""
-    run_on_ranks(train_and_save_by_default, RUNS[run][2], run, str(tmp_path))
+    run_on_ranks(train_and_save_by_default, RUNS[run].num_ranks, run, str(tmp_path))
     folder = tmp_path / "Tiny-0.5-Base"
     assert {path.name for path in folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
     expected = trained_in_one_process()
@@ -144,24 +130,23 @@ def make_with_value(policy):
 
 
 def save_part(run, folder, lora=None):
-    plugin_class, options, _ = RUNS[run]
-    booster, policy = Booster(plugin=plugin_class(**options)), make_model()
+    booster, policy = RUNS[run].make_booster(), make_model()
     if lora is not None:
         policy = booster.enable_lora(policy, lora_config=lora)
     model, optimizer, *_ = booster.boost(*make_with_value(policy))
 
-    def step():
+    def take_step():
         booster.backward(model(input_ids=tokens(), labels=tokens()), optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
+    take_step()
     if lora is not None:
         booster.save_lora_as_pretrained(model.policy, folder)
         return
     booster.save_model(model.policy, folder)
     booster.save_model(model.policy.model, f"{folder}/body.safetensors")
-    step()
+    take_step()
     assert booster.load_model(model.policy, folder).is_complete
     booster.save_model(model.policy, f"{folder}/again.safetensors")
     if run in SHARDED:
@@ -173,7 +158,7 @@ def save_part(run, folder, lora=None):
 
 @pytest.mark.parametrize("run", [run for run in RUNS if not run.startswith("hybrid")])
 def test_a_part_is_written_and_read_like_a_model(run, tmp_path):
-    run_on_ranks(save_part, RUNS[run][2], run, str(tmp_path))
+    run_on_ranks(save_part, RUNS[run].num_ranks, run, str(tmp_path))
     model, optimizer = make_with_value(make_model())
     model(input_ids=tokens(), labels=tokens()).backward()
     optimizer.step()
@@ -282,7 +267,7 @@ def test_adapters_are_saved_as_peft_loads_them(run, tmp_path):
     lora = lora_config()
     import peft
 
-    run_on_ranks(train_and_save_adapters, RUNS[run][2], run, str(tmp_path), lora)
+    run_on_ranks(train_and_save_adapters, RUNS[run].num_ranks, run, str(tmp_path), lora)
     ours, theirs = (peft.PeftModel.from_pretrained(make_model(), tmp_path / name) for name in ("pretrained", "lora"))
     assert_same_tensors(ours.state_dict(), theirs.state_dict(), EXACT)
     trained = [value for name, value in ours.state_dict().items() if "lora_B" in name]

@@ -6,6 +6,7 @@ The model has what such calls trip over: a module with two names, tied weights, 
 import pytest
 import torch
 from named_plugins import NAMES, plugin_named
+from plugin_runs import backward
 
 from booster_core import Booster
 from booster_runtime import check_replicas, evaluate_batch, full_gradient, full_state
@@ -37,10 +38,7 @@ def boost(name, **lora):
     model, optimizer, *_ = booster.boost(model, optimizer)
     batch = {"input_ids": TOKENS.clone(), "labels": TOKENS.clone()}
     for step in range(2):  # the second one's gradients are at hand
-        if name == "hybrid-pp":
-            booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-        else:
-            booster.backward(model(**batch).loss, optimizer)
+        backward(booster, model, optimizer, batch)
         if step == 0:
             optimizer.step()
             optimizer.zero_grad()

@@ -77,37 +77,6 @@ def test_boost_holds_what_this_rank_keeps_and_little_more(name, precision, simul
         assert peak <= limit, (peak, kept, whole)
 
 
-def boost_with_state(plugin, options, make_optimizer):
-    """Boost with an optimizer that has state; return the peak, what is kept, and how much the state is off."""
-    model = make_deep_model(seed=0)
-    optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    for number, (parameter, state) in enumerate(optimizer.state.items()):
-        state["sum"].copy_(torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape) + number)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    expected = {names[id(parameter)]: state["sum"].clone() for parameter, state in optimizer.state.items()}
-    before = torch.simulated.memory_allocated()
-    torch.simulated.reset_peak_memory_stats()
-    module, name = PLUGINS[plugin].split(":")
-    booster = Booster(NAME, plugin=getattr(import_module(module), name)(**options))
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    peak, kept = torch.simulated.max_memory_allocated() - before, torch.simulated.memory_allocated() - before
-    found = [shard for shard in booster.state_adapter(model).optimizer_shards() if shard.state == "sum"]
-    for shard in found:
-        assert shard.data.device.type == NAME
-        values = part_of(expected[shard.name], shard)
-        assert torch.equal(shard.data.cpu().view(values.shape), values), shard.name
-    return peak, kept, sum(shard.data.numel() for shard in found), sum(each.numel() for each in expected.values())
-
-
-@pytest.mark.parametrize(("plugin", "options"), [("zero", {"stage": 1}), ("gemini", {"min_chunk_bytes": 1 << 15})])
-def test_state_that_exists_before_boost_is_cut_on_the_host(plugin, options, simulated_device):
-    limits = {"timeout_seconds": 240.0, "group_timeout_seconds": 120.0}
-    every = run_on_devices(boost_with_state, 2, simulated_device, plugin, options, torch.optim.Adagrad, **limits)
-    for peak, kept, _, _ in every:
-        assert peak <= 1.1 * kept, (peak, kept)
-    assert sum(here for _, _, here, _ in every) == every[0][3], "each element has one rank"
-
-
 def boost_linear(*, width, has_state):
     model = torch.nn.Linear(width, 3, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
+from cases import Setting
 from matrix import matrix
+from plugin_runs import RUNS
 from simulated_device import NAME, run_on_devices
 
-from booster_core import Booster
 from booster_core.errors import ConfigError, OffloadError
 from booster_ddp import TorchDDPPlugin
-from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin
 from booster_runtime import offload_states, reload_states
-from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
-from booster_zero import LowLevelZeroPlugin
 
-RUNS = {
-    "single": (SingleDeviceStrategy, {}, "fp32", 1),
-    "ddp": (TorchDDPPlugin, {}, "fp32", 2),
-    "ddp-views": (TorchDDPPlugin, {"gradient_as_bucket_view": True}, "fp32", 2),
-    "fsdp": (TorchFSDPPlugin, {}, "bf16", 2),
-    "zero1": (LowLevelZeroPlugin, {"stage": 1}, "bf16", 2),
-    "zero2": (LowLevelZeroPlugin, {"stage": 2}, "fp32", 2),
-    "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}, "bf16", 2),
-    "gemini-kept": (GeminiPlugin, {"shard_param_frac": 0.0}, "fp32", 2),
-    "gemini-moves": (GeminiPlugin, {"min_chunk_bytes": 8192, "offload_optim_frac": 0.5}, "bf16", 2),
-    "tp": (HybridParallelPlugin, {"tp_size": 2}, "bf16", 2),
-    "zero3": (HybridParallelPlugin, {"zero_stage": 3}, "bf16", 2),
+SETTINGS = {
+    **{name: RUNS[name] for name in ("single", "ddp", "zero2")},
+    **{name: replace(RUNS[name], precision="bf16") for name in ("fsdp", "zero1", "gemini", "zero3")},
+    "ddp-views": Setting(TorchDDPPlugin, {"gradient_as_bucket_view": True}),
+    "gemini-kept": Setting(GeminiPlugin, {"shard_param_frac": 0.0}),
+    "gemini-moves": Setting(GeminiPlugin, {"min_chunk_bytes": 8192, "offload_optim_frac": 0.5}, precision="bf16"),
+    "tp": replace(RUNS["hybrid-tp"], precision="bf16"),
 }
 
 
@@ -46,12 +39,11 @@ def allocated():
 
 
 def train(run, device, *, offloads):
-    plugin_class, options, precision, _ = RUNS[run]
     gc.collect()
     left = allocated() if device == NAME else 0  # by an earlier run in this process
     torch.manual_seed(0)
     model = tiny_llama(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-    booster = Booster(device, precision, plugin_class(**options))
+    booster = replace(SETTINGS[run], device=device).make_booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     tokens = torch.arange(32).view(4, 8).to(device)
     losses, bytes_held = [], []
@@ -97,7 +89,7 @@ def swap(booster, model, optimizer, tokens, left):
 DEFAULT = ["cpu-tp", "simulated-ddp-views", "simulated-fsdp", "simulated-gemini-moves", "simulated-zero3"]
 
 
-@matrix(DEFAULT, device=["cpu", NAME], run=RUNS)  # each plugin has one case in the default run
+@matrix(DEFAULT, device=["cpu", NAME], run=SETTINGS)  # each plugin has one case in the default run
 def test_training_goes_on_as_if_nothing_had_happened(run, device, request):
     if device == "cpu" and run == "gemini-moves":
         pytest.skip("on CPUs Gemini offloads to disks only")
@@ -105,7 +97,7 @@ def test_training_goes_on_as_if_nothing_had_happened(run, device, request):
         call, given = run_on_ranks, ()
     else:
         call, given = run_on_devices, (request.getfixturevalue("simulated_device"),)
-    world_size = RUNS[run][-1]
+    world_size = SETTINGS[run].num_ranks
     expected = call(train, world_size, *given, run, device, offloads=False)
     actual = call(train, world_size, *given, run, device, offloads=True)
     for (losses, tensors, bytes_held), (plain_losses, plain_tensors, _) in zip(actual, expected, strict=True):
