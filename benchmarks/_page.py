@@ -79,13 +79,16 @@ _PEERS = {
 """Charts of the first picture: their bars, and what was measured against whom."""
 PEERS = (
     *("Accelerate", "DeepSpeed", "Lightning Fabric", "transformers'", "torch.", "DCP"),
-    *("DistributedDataParallel", "fully_shard", "parallelize_module"),
+    *("DistributedDataParallel", "fully_shard", "parallelize_module", "the plain loop"),
 )
 """Yardsticks for which the page shows times and memory even where there is no bar: how their names begin."""
-_SHOWN = ("step of", "tp=", "ep=", "peak memory", "time of save_checkpoint", "time of load_checkpoint, warm")
+_SHOWN = (
+    *("step of", "tp=", "ep=", "peak memory", "time of save_checkpoint", "time of load_checkpoint, warm"),
+    *("host time", "calls"),
+)
 """What it shows of them where there is no bar: how its name begins."""
-_DIFFERS = re.compile(r", (fp32|bf16)$| under ([\w ]+)(?=, Llama)")
-"""The part of a name by which results differ that share a row of a table: a number format, or a plugin."""
+_DIFFERS = re.compile(r", (fp32|bf16|\d+ parameters|Llama of \d+ layers)$| under ([\w ]+)(?=, Llama)")
+"""The part of a name by which results differ that share a row of a table: a number format, a model, or a plugin."""
 _MET, _MISSED, _PLAIN = "#3f9d68", "#d1495b", "#3b7dbd"
 
 

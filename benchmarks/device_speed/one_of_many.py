@@ -18,10 +18,10 @@ from torch.testing._internal.distributed import fake_pg
 
 import booster_core
 from booster_core.ranks import Outcome, current_world, open_world
-from booster_runtime.collectives import Transport, made_by
+from booster_runtime.collectives import Pending, Transport, made_by
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from device_runs.cases import Setting
     from torch import Tensor
@@ -36,6 +36,18 @@ class _ByTorch(Transport):
     def is_by_torch(self, tensor: Tensor) -> bool:
         del tensor
         return self.size > 1
+
+    def reduce_scatter(
+        self, source: Tensor | Sequence[tuple[int, Tensor]], bounds: Sequence[int], out: Tensor, **options: Any
+    ) -> Pending:
+        """Join what a host would send in parts, as devices do."""
+        if self.size > 1 and not isinstance(source, torch.Tensor):
+            parts, source = source, source[0][1].view(-1)
+            if source.numel() < bounds[-1]:
+                source = source.new_zeros(bounds[-1])
+                for offset, part in parts:
+                    source[offset : offset + part.numel()] = part.view(-1)
+        return super().reduce_scatter(source, bounds, out, **options)
 
 
 class _Attended:
@@ -90,10 +102,10 @@ def one_of_many(setting: Setting, world_size: int) -> Iterator[Setting]:
     booster_core.shutdown()
     # Torch's own name for it covers no other devices than those of torch.
     make = fake_pg._create_fake_pg
-    dist.Backend.register_backend(_BACKEND, make, extended_api=True, devices=["cpu", setting.device])
-    key = "CUDA" if setting.is_real else "PrivateUse1"
+    dist.Backend.register_backend(_BACKEND, make, extended_api=True, devices=sorted({"cpu", setting.device}))
+    key = "CPU" if setting.device == "cpu" else "CUDA" if setting.is_real else "PrivateUse1"
     with made_by(_ByTorch), torch.library._scoped_library("c10d", "IMPL") as kernels, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(?i:overriding a previously registered kernel)")
+        warnings.filterwarnings("ignore", message="(?is).*overriding a previously registered kernel")
         kernels.impl("allreduce_", _all_reduce, key)
         store = fake_pg.FakeStore()
         place = {"rank": 0, "local_rank": 0, "world_size": world_size}

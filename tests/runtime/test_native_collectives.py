@@ -26,7 +26,7 @@ def exchange(bounds):
         transport.reduce_scatter_by_torch(source, bounds, out, None, scale=0.5, accumulate=adds).wait()
     buffer = values_of(rank, numel).clone()
     if bounds[1] - bounds[0] == bounds[2] - bounds[1]:  # gloo gathers nothing else
-        transport.all_gather_by_torch(buffer, bounds, None).wait()
+        transport.all_gather_by_torch(buffer, bounds, rank, None).wait()
     length = bounds[rank + 1] - bounds[rank]
     received = torch.zeros(length * size)
     transport.all_to_all_by_torch(

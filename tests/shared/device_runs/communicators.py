@@ -31,7 +31,7 @@ def move(setting: Setting) -> None:
         for dtype in MOVED:
             values = _values(dtype, setting.device)
             gathered = values.clone()
-            transport.all_gather_by_torch(gathered, range(0, NUMEL + 1, NUMEL), group).wait()
+            transport.all_gather_by_torch(gathered, range(0, NUMEL + 1, NUMEL), 0, group).wait()
             _assert_equal(gathered, values, f"all_gather of {dtype}")
             # Torch's call for slices of different lengths, which a single rank has only by itself.
             slices = [torch.empty_like(values)]

@@ -39,7 +39,7 @@ class Views:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.of: dict[Any, nn.Parameter] = {}
-        self._rows: dict[nn.Parameter, nn.Parameter] = {}  # the views of rows, gone through without a look-up
+        self._rows: dict[Any, nn.Parameter] = {}  # the views of rows, gone through without a look-up
         self._lists: list[dict[str, Any]] | None = None  # of each group, without the views
         self._known: dict[int, DTensor] = {}  # those from before, by the ids of their local values
 
@@ -81,10 +81,10 @@ class Views:
     def point_at_rows(self) -> None:
         """Let the views of rows have the current memory of the rows and their gradients."""
         for parameter, view in self._rows.items():
-            rows, gradient = _local(parameter), gradient_of(parameter)
+            rows, gradient = parameter._local_tensor, gradient_of(parameter)  # noqa: SLF001 - see `_local`, a call less
             if rows.data_ptr() != view.data_ptr():
                 view.data = rows
-            view.grad = None if gradient is None else _local(gradient)
+            view.grad = None if gradient is None else gradient._local_tensor  # noqa: SLF001 - as above
 
     def drop_gradients(self) -> None:
         """Let the views of rows have no gradients."""

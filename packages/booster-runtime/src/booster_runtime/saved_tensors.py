@@ -97,9 +97,9 @@ class _Level:
             return tensor.detach(), tensor._version  # noqa: SLF001 - autograd's own check, which hooks switch off
 
     def unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, _Taken):
+        if type(saved) is _Taken:
             return self.hooks.give(saved.taken)
-        if isinstance(saved, _Kept):
+        if type(saved) is _Kept:
             return saved.unpack(saved.packed)
         tensor: Tensor
         tensor, version = saved
@@ -112,14 +112,14 @@ class _Level:
         return tensor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Taken:
     """What is saved in the place of a tensor."""
 
     taken: Any
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Kept:
     """What somebody else's hooks keep."""
 

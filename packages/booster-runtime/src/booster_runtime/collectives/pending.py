@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,16 @@ class Waits:
         number: How many there have been.
     """
 
-    __slots__ = ("_depth", "number")
+    __slots__ = ("_depth", "_main", "number")
 
     def __init__(self) -> None:
         self.number = 0
         self._depth = 0
+        self.note_main()
+
+    def note_main(self) -> None:
+        """Note which thread is the main one: asking for it in each wait takes longer than most of them."""
+        self._main = threading.main_thread().ident
 
     @property
     def is_in_one(self) -> bool:
@@ -30,17 +36,18 @@ class Waits:
         return self._depth > 0
 
     def __enter__(self) -> None:
-        if threading.get_ident() == threading.main_thread().ident:
+        if threading.get_ident() == self._main:
             self.number += 1
             self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if threading.get_ident() == threading.main_thread().ident:
+        if threading.get_ident() == self._main:
             self._depth -= 1
 
 
 WAITS = Waits()
 """Those of this process: ``with WAITS: work.wait()``."""
+os.register_at_fork(after_in_child=WAITS.note_main)
 
 
 _left: list[tuple[list[Any], Any]] = []

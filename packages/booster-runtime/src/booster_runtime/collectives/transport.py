@@ -8,6 +8,7 @@ fp32 for narrow dtypes. On devices torch's own collectives do the work, and redu
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,7 @@ class Transport:
     def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_gather`."""
         if self.is_by_torch(buffer):
-            return all_gather_by_torch(buffer, bounds, self._group)
+            return all_gather_by_torch(buffer, bounds, self._rank, self._group)
         return Pending(self._spread(buffer, bounds, _GATHER_TAG), keep=buffer)
 
     def all_to_all(self, source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]) -> Pending:
@@ -302,13 +303,13 @@ def reduce_scatter_by_torch(
     source: Tensor, bounds: Sequence[int], out: Tensor, group: ProcessGroup | None, *, scale: float, accumulate: bool
 ) -> Pending:
     """Start summing a flat buffer over ranks; see `booster_runtime.collectives.reduce_scatter`."""
-    rank = dist.get_rank(group)
     is_in_place = not accumulate and out.dtype == source.dtype
-    own = out if is_in_place else source.new_empty(bounds[rank + 1] - bounds[rank])
-    op = dist.ReduceOp.SUM
-    if source.dtype == torch.float16:
-        # A sum of scaled gradients may overflow where their average does not.
-        op, scale = dist.ReduceOp.AVG, scale * dist.get_world_size(group)
+    own = out if is_in_place else source.new_empty(out.numel())
+    op, of_average = dist.ReduceOp.SUM, scale * (len(bounds) - 1)
+    is_average = math.isclose(of_average, 1.0)
+    # A sum of scaled gradients may overflow where their average does not; and what is there already is not scaled.
+    if source.dtype == torch.float16 or (is_in_place and is_average):
+        op, scale = dist.ReduceOp.AVG, 1.0 if is_average else of_average
     if _is_even(bounds):
         # torch 2.13 renamed it, and warns of the old name; older versions know no other.
         call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -326,9 +327,8 @@ def reduce_scatter_by_torch(
     return Pending([work], finish, keep=source)
 
 
-def all_gather_by_torch(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None) -> Pending:
+def all_gather_by_torch(buffer: Tensor, bounds: Sequence[int], rank: int, group: ProcessGroup | None) -> Pending:
     """Start filling a flat buffer with the ranks' slices; see `booster_runtime.collectives.all_gather`."""
-    rank = dist.get_rank(group)
     own = buffer[bounds[rank] : bounds[rank + 1]]
     if _is_even(bounds):
         call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -36,7 +36,7 @@ from booster_runtime.memory import AbsentTensors
 from booster_zero.engine.formats import cut_pieces, is_elementwise
 from booster_zero.engine.gradient_packer import GradientPacker
 from booster_zero.engine.memory import FlatBuffer, Role
-from booster_zero.engine.states import Keep, WholeState, check_transition
+from booster_zero.engine.states import TRANSITIONS, Keep, WholeState, check_transition
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
@@ -520,7 +520,8 @@ class Bucket:
             self.take_working_values()
 
     def _become(self, state: WholeState) -> None:
-        check_transition(self.state, state)
+        if state not in TRANSITIONS[self.state]:
+            check_transition(self.state, state)
         self.state = state
 
     # ---- updates

@@ -34,35 +34,45 @@ class BufferPool:
         self._least_bytes = least_bytes
         self._most_idle_bytes = most_idle_bytes
         self._idle: list[Tensor] = []
+        self._idle_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer with arbitrary values, shape ``(numel,)``."""
-        # What is allocated under inference mode could not be used in training later.
-        with torch.inference_mode(mode=False):
-            if device.type != "cpu":  # torch's allocators for accelerators keep memory themselves
-                return torch.empty(numel, dtype=dtype, device=device)
-            needed = numel * dtype.itemsize
-            length = max(needed, self._least_bytes)
-            fitting = [
-                (buffer.numel(), position)
-                for position, buffer in enumerate(self._idle)
-                if length <= buffer.numel() <= _LARGEST_FIT * length and is_free(buffer)
-            ]
-            held = self._idle.pop(min(fitting)[1]) if fitting else torch.empty(length, dtype=torch.uint8)
-            return held[:needed].view(dtype)
+        if torch.is_inference_mode_enabled():  # what is allocated under it could not be used in training later
+            with torch.inference_mode(mode=False):
+                return self.take(numel, dtype, device)
+        if device.type != "cpu":  # torch's allocators for accelerators keep memory themselves
+            return torch.empty(numel, dtype=dtype, device=device)
+        needed = numel * dtype.itemsize
+        length = max(needed, self._least_bytes)
+        fitting = [
+            (size, position)
+            for position, buffer in enumerate(self._idle)
+            if length <= (size := buffer.numel()) <= _LARGEST_FIT * length and is_free(buffer)
+        ]
+        held = self._pop(min(fitting)[1]) if fitting else torch.empty(length, dtype=torch.uint8)
+        return held[:needed].view(dtype)
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back. Others may still read it; it is lent again when they don't."""
         if buffer.device.type != "cpu":
             return
-        self._idle.append(torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()))
-        while sum(idle.numel() for idle in self._idle) > self._most_idle_bytes:
+        idle = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
+        self._idle.append(idle)
+        self._idle_bytes += idle.numel()
+        while self._idle_bytes > self._most_idle_bytes:
             sizes = [idle.numel() for idle in self._idle]
-            del self._idle[sizes.index(max(sizes))]
+            self._pop(sizes.index(max(sizes)))
 
     def clear(self) -> None:
         """Give all idle memory back to the system."""
         self._idle.clear()
+        self._idle_bytes = 0
+
+    def _pop(self, position: int) -> Tensor:
+        buffer = self._idle.pop(position)
+        self._idle_bytes -= buffer.numel()
+        return buffer
 
 
 def is_free(buffer: Tensor) -> bool:

@@ -338,7 +338,10 @@ class ShardedEngine:
 
     def is_used(self, bucket: Bucket) -> bool:
         """Whether any of a bucket's parameters took part in backward on any rank."""
-        return any(self.used_anywhere.get(slot.index) for slot in bucket.plan.slots)
+        for slot in bucket.plan.slots:  # noqa: SIM110 - a generator would be a call for each bucket, and one more
+            if self.used_anywhere.get(slot.index):
+                return True
+        return False
 
     def drop_gradients(self, number: int) -> None:
         """Drop the gradients of what the optimizer with a number steps on."""

@@ -315,9 +315,10 @@ class Gatherer:
                 return
             if bucket.state is WholeState.SHARDED:
                 # Every rank must decide alike, so this looks at whole buckets, and at no memory of this rank's.
-                taken = sum(each.whole_bytes for each in self._ahead.values()) + bucket.whole_bytes
-                if self._ahead and self._max_ahead_bytes is not None and taken > self._max_ahead_bytes:
-                    return
+                if self._ahead and self._max_ahead_bytes is not None:
+                    taken = sum(each.whole_bytes for each in self._ahead.values()) + bucket.whole_bytes
+                    if taken > self._max_ahead_bytes:
+                        return
                 self._ahead[number] = bucket
                 self._start_gather(bucket)
 

@@ -34,19 +34,22 @@ class WriteWatch:
     def __init__(self, names: Mapping[int, str], set_in_forward: Container[int] = ()) -> None:
         self._names, self._set_in_forward = names, set_in_forward
         self._found: dict[str, str] = {}
-        self._seen: dict[Bucket, tuple[list[int], list[int]]] = {}
+        self._seen: dict[Bucket, list[tuple[int, int]]] = {}
 
     def note_shown(self, bucket: Bucket) -> None:
         """Remember a bucket's parameters, which are here, as they are now."""
-        self._seen[bucket] = _look(bucket)
+        self._seen[bucket] = [(each._version, each.data_ptr()) for each in bucket.parameters]  # noqa: SLF001 - no public name
 
     def note_hidden(self, bucket: Bucket) -> None:
         """Compare a bucket's parameters with what was remembered, and forget that."""
         before = self._seen.pop(bucket, None)
-        if before is None or (now := _look(bucket)) == before:
+        if before is None:
             return
-        for slot, parameter, *seen in zip(bucket.plan.slots, bucket.parameters, *before, *now, strict=True):
-            version, address, version_now, address_now = seen
+        now = [(each._version, each.data_ptr()) for each in bucket.parameters]  # noqa: SLF001 - as above
+        if now == before:
+            return
+        for slot, parameter, seen, seen_now in zip(bucket.plan.slots, bucket.parameters, before, now, strict=True):
+            (version, address), (version_now, address_now) = seen, seen_now
             # bitsandbytes' layers give their weights other memory in each forward, with the same values.
             if address != address_now and not _is_equal(bucket, slot.offset, parameter):
                 self._found[self._names[slot.index]] = "was given other memory"
@@ -77,12 +80,6 @@ class WriteWatch:
         """Return how parameters were changed, by name, since the last call."""
         found, self._found = self._found, {}
         return found
-
-
-def _look(bucket: Bucket) -> tuple[list[int], list[int]]:
-    """Return the versions and addresses of a bucket's parameters."""
-    versions = [parameter._version for parameter in bucket.parameters]  # noqa: SLF001 - there is no public name
-    return versions, [parameter.data_ptr() for parameter in bucket.parameters]
 
 
 def _is_equal(bucket: Bucket, offset: int, parameter: Tensor) -> bool:

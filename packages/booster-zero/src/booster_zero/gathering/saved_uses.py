@@ -11,6 +11,7 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 
 from booster_runtime.saved_tensors import SavedTensorHooks
 
@@ -72,7 +73,9 @@ class SavedUses(SavedTensorHooks):
         """Return a parameter's values, which are gathered for it."""
         gatherer = self._gatherer
         parameter = gatherer.layout.every[taken.number]
-        if parameter._version != taken.version:  # noqa: SLF001
+        with DisableTorchFunctionSubclass():  # an absent one would ask what the use is
+            version = parameter._version  # noqa: SLF001
+        if version != taken.version:
             msg = (
                 f"Backward needs parameter '{gatherer.layout.names[taken.number]}' as it was in forward, but it has "
                 "been changed in place since, by `optimizer.step()` or by hand. Run backward before the step."
