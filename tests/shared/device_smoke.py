@@ -77,6 +77,12 @@ CASES = {
 }
 
 
+def make_plugin(name: str, options: Mapping[str, Any]) -> Any:
+    """Return a plugin by its name in `PLUGINS`."""
+    module, attribute = PLUGINS[name].split(":")
+    return getattr(import_module(module), attribute)(**options)
+
+
 def make_model() -> nn.Module:
     """Return a small Llama, the same each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -147,12 +153,11 @@ class Run:
     """
 
     def __init__(self, case: Case, device: str, precision: str) -> None:
-        module, name = PLUGINS[case.plugin].split(":")
         options = dict(case.options)
         if case.has_pipeline:
             options["example_batch"] = batch_of(0)
         self.case, self.device = case, device
-        self.plugin = getattr(import_module(module), name)(**options)
+        self.plugin = make_plugin(case.plugin, options)
         self.booster = Booster(device, precision, self.plugin)
         model = make_model()
         self.model, self.optimizer, *_ = self.booster.boost(model, make_optimizer(model))

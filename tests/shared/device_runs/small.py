@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from device_smoke import PLUGINS
+from device_smoke import make_plugin
 from torch import nn
 from torch.nn import functional
 
@@ -27,6 +26,25 @@ if TYPE_CHECKING:
 VOCABULARY, LENGTH, SAMPLES = 256, 64, 4
 CLOCK_HZ = 1.5e9
 """About what ``torch.cuda._sleep`` counts."""
+
+
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {}),
+    "zero 1": ("zero", {"stage": 1}),
+    "zero 2": ("zero", {"stage": 2}),
+    "zero 2, offload": ("zero", {"stage": 2, "offload": "cpu"}),
+    "gemini": ("gemini", {}),
+    "gemini, offload": ("gemini", {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}),
+    "hybrid": ("hybrid", {"zero_stage": 1}),
+}
+"""Plugins and their options, by the names of cases."""
+
+
+def under(name: str, **more: Any) -> dict[str, Any]:
+    """Return the keyword arguments of a check under one of `STRATEGIES`."""
+    plugin, options = STRATEGIES[name]
+    return {"plugin": plugin, "options": options, **more}
 
 
 class Layer(nn.Module):
@@ -97,12 +115,6 @@ def exact_sgd(parameters: Any) -> torch.optim.Optimizer:
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """Return an optimizer with two states, whose epsilon exceeds rounding errors of gradients."""
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2)
-
-
-def make_plugin(name: str, options: Mapping[str, Any]) -> Any:
-    """Return a plugin by the names of `device_smoke.PLUGINS`."""
-    module, attribute = PLUGINS[name].split(":")
-    return getattr(import_module(module), attribute)(**options)
 
 
 class Run:
