@@ -51,6 +51,10 @@ class Case:
         """Whether the model is cut into pipeline stages."""
         return self.options.get("pp_size", 1) > 1
 
+    def make_booster(self, device: str, precision: str = "fp32", **more: Any) -> Booster:
+        """Return a new Booster with the plugin, also with more options."""
+        return Booster(device, precision, make_plugin(self.plugin, {**self.options, **more}))
+
 
 CASES = {
     "ddp": Case("ddp"),
@@ -153,12 +157,10 @@ class Run:
     """
 
     def __init__(self, case: Case, device: str, precision: str) -> None:
-        options = dict(case.options)
-        if case.has_pipeline:
-            options["example_batch"] = batch_of(0)
         self.case, self.device = case, device
-        self.plugin = make_plugin(case.plugin, options)
-        self.booster = Booster(device, precision, self.plugin)
+        example = {"example_batch": batch_of(0)} if case.has_pipeline else {}
+        self.booster = case.make_booster(device, precision, **example)
+        self.plugin = self.booster.plugin
         model = make_model()
         self.model, self.optimizer, *_ = self.booster.boost(model, make_optimizer(model))
 

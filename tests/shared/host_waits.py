@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from device_smoke import Case, make_plugin
+from device_smoke import Case
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from booster_core import Booster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,7 +107,7 @@ def waits_in_passes(case: Case, device: str, precision: str = "bf16") -> list[st
     Collective: every rank.
     """
     torch.manual_seed(0)
-    booster = Booster(device, precision, make_plugin(case.plugin, case.options))
+    booster = case.make_booster(device, precision)
     net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
     x = torch.ones(4, 32, device=device)
@@ -133,7 +131,7 @@ def waits_of(case: Case, device: str, precision: str = "fp32") -> tuple[list[str
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.LayerNorm(32)) for _ in range(4)]
     model: nn.Module = nn.Sequential(*layers, nn.BatchNorm1d(32), nn.Linear(32, 1))
-    booster = Booster(device, precision, make_plugin(case.plugin, case.options))
+    booster = case.make_booster(device, precision)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device == "cuda")
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)

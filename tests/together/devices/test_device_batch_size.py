@@ -1,28 +1,21 @@
 """`find_batch_size` on simulated devices with little memory."""
 
 import gc
-from importlib import import_module
 
 import device_smoke
 import pytest
 import simulated_device as sim
 import torch
-from device_smoke import CASES, PLUGINS
+from device_smoke import CASES
 from matrix import matrix
 from simulated_device import NAME, run_on_devices
 
-from booster_core import Booster
 from booster_core.errors import BudgetError, ConfigError
 from booster_core.ranks import DistCoordinator
 from booster_runtime.data import move_batch
 from booster_tools import TrainingFunctions, find_batch_size
 
 START, FITTING, LENGTH = 24, 6, 48
-
-
-def booster_of(case, precision="fp32"):
-    module, name = PLUGINS[case.plugin].split(":")
-    return Booster(NAME, precision, getattr(import_module(module), name)(**case.options))
 
 
 def build():
@@ -70,8 +63,8 @@ def train(booster, size):
 
 def find(case):
     """Find a size where the last rank's memory is just enough for `FITTING`; compare trainings before and after."""
-    expected, peak = train(booster_of(case), FITTING)
-    booster = booster_of(case)
+    expected, peak = train(case.make_booster(NAME), FITTING)
+    booster = case.make_booster(NAME)
     plugin, last = dict(vars(booster.plugin)), DistCoordinator().rank == 1
     torch.manual_seed(7)
     gc.collect()  # what the training before left
@@ -99,7 +92,7 @@ def test_the_size_that_fits_is_found_and_leaves_no_trace(name, simulated_device)
 
 def refuse(case, error, message, limit=1 << 34, start=START, own_step=step):
     with pytest.raises(error, match=message), sim.memory_limit(limit):
-        find_batch_size(FUNCTIONS, start, booster=booster_of(case), step=own_step)
+        find_batch_size(FUNCTIONS, start, booster=case.make_booster(NAME), step=own_step)
 
 
 def fail(*arguments):
@@ -142,7 +135,7 @@ def fail_in_a_library(booster, model, optimizer, batch):
 
 
 def find_without_memory_for_libraries(case):
-    return find_batch_size(FUNCTIONS, START, booster=booster_of(case), step=fail_in_a_library)
+    return find_batch_size(FUNCTIONS, START, booster=case.make_booster(NAME), step=fail_in_a_library)
 
 
 def test_memory_that_a_library_lacks_is_lacking_too(simulated_device):
@@ -161,7 +154,7 @@ sizes = []
 
 def find_under_fp16(case):
     sizes.clear()
-    found = find_batch_size(FUNCTIONS, START, booster=booster_of(case, "fp16"), step=overflow)
+    found = find_batch_size(FUNCTIONS, START, booster=case.make_booster(NAME, "fp16"), step=overflow)
     return found, min(sizes)
 
 

@@ -1,11 +1,9 @@
 """What a device holds while `boost` shards an eager model from the host: what this rank keeps, and little more."""
 
-from importlib import import_module
-
 import pytest
 import torch
 import torch.distributed as dist
-from device_smoke import PLUGINS, Case, batch_of, make_deep_model, part_of
+from device_smoke import Case, batch_of, make_deep_model, part_of
 from matrix import matrix
 from simulated_device import NAME, run_on_devices
 
@@ -45,8 +43,7 @@ def boost(case, precision):
     whole = sum(parameter.nbytes for parameter in model.parameters())
     before = torch.simulated.memory_allocated()
     torch.simulated.reset_peak_memory_stats()
-    module, name = PLUGINS[case.plugin].split(":")
-    booster = Booster(NAME, precision, getattr(import_module(module), name)(**case.options))
+    booster = case.make_booster(NAME, precision)
     model, *_ = booster.boost(model, torch.optim.AdamW(trained))
     peak, kept = torch.simulated.max_memory_allocated() - before, torch.simulated.memory_allocated() - before
     expected = make_deep_model(seed=0).state_dict()

@@ -1,15 +1,13 @@
 """Optimizer state that exists before `boost` is cut where it is: a device gets its part, and training goes on."""
 
 import copy
-from importlib import import_module
 
 import pytest
 import torch
 import torch.distributed as dist
-from device_smoke import PLUGINS, Case, batch_of, make_deep_model, part_of
+from device_smoke import Case, batch_of, make_deep_model, part_of
 from simulated_device import NAME, run_on_devices
 
-from booster_core import Booster
 from booster_core.ranks import DistCoordinator
 from booster_core.state import MASTER
 from booster_runtime import full_gradient
@@ -84,8 +82,8 @@ def shards_here(booster, model, expected):
     return found
 
 
-def backward_boosted(booster, plugin, case, model, optimizer, number):
-    index, size = plugin.data_parallel_coordinates(DistCoordinator())
+def backward_boosted(booster, case, model, optimizer, number):
+    index, size = booster.plugin.data_parallel_coordinates(DistCoordinator())
     batch = {name: tensor[index::size] for name, tensor in batch_of(number).items()}
     if case.has_pipeline:
         booster.execute_pipeline(iter([batch]), model, lambda output, _: output.loss, optimizer)
@@ -113,9 +111,7 @@ def go_on(case, precision, make_optimizers):
 
     allocated = torch.simulated.memory_allocated()
     torch.simulated.reset_peak_memory_stats()
-    module, name = PLUGINS[case.plugin].split(":")
-    plugin = getattr(import_module(module), name)(**case.options)
-    booster = Booster(NAME, precision, plugin)
+    booster = case.make_booster(NAME, precision)
     model, optimizer, *_ = booster.boost(model, optimizers if len(optimizers) > 1 else optimizers[0])
     peak, kept = torch.simulated.max_memory_allocated() - allocated, torch.simulated.memory_allocated() - allocated
 
@@ -126,7 +122,7 @@ def go_on(case, precision, make_optimizers):
     dist.all_gather_object(everywhere, {key for key, *_ in held})
     assert set().union(*everywhere) == {*before}
 
-    backward_boosted(booster, plugin, case, model, optimizer, STEPS)
+    backward_boosted(booster, case, model, optimizer, STEPS)
     gradients = {name: full_gradient(booster, model, name).cpu().float() for name, state in before if state is None}
     if precision == "fp32":
         assert_same_tensors(gradients, gradients_of(alone, STEPS), tolerance_for(torch.float32))

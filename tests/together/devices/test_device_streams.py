@@ -1,38 +1,37 @@
 """Streams and pools of memory: made once, and few, because devices hand out few streams and keep memory for each."""
 
 import gc
-from importlib import import_module
 
 import torch
-from device_smoke import PLUGINS
+from device_smoke import Case
 from matrix import matrix
 from rank_sums import Summed
 from simulated_device import NAME, run_on_devices, streams_made
 from torch import nn
 
-from booster_core import Booster
 from booster_hybrid.probe.in_process import on_ranks as probed_on_ranks
 
 CASES = {
-    "zero, offload": ("zero", {"stage": 2, "offload": "cpu", "bucket_bytes": 1 << 14}),
-    "gemini": ("gemini", {"min_chunk_bytes": 1 << 14}),
-    "gemini, offload": ("gemini", {"min_chunk_bytes": 1 << 14, "offload_param_frac": 1.0, "offload_optim_frac": 1.0}),
-    "gemini, half": ("gemini", {"min_chunk_bytes": 1 << 14, "offload_param_frac": 0.5, "offload_optim_frac": 0.5}),
-    "fsdp, offload": ("fsdp", {"cpu_offload": True}),
+    "zero, offload": Case("zero", {"stage": 2, "offload": "cpu", "bucket_bytes": 1 << 14}),
+    "gemini": Case("gemini", {"min_chunk_bytes": 1 << 14}),
+    "gemini, offload": Case(
+        "gemini", {"min_chunk_bytes": 1 << 14, "offload_param_frac": 1.0, "offload_optim_frac": 1.0}
+    ),
+    "gemini, half": Case("gemini", {"min_chunk_bytes": 1 << 14, "offload_param_frac": 0.5, "offload_optim_frac": 0.5}),
+    "fsdp, offload": Case("fsdp", {"cpu_offload": True}),
 }
 MOST_STREAMS = {"fsdp, offload": 8}
 """torch's FSDP makes some of its own."""
 
 
-def train(plugin, options):
+def train(case):
     gc.collect()
     torch.simulated.empty_cache()
     torch.simulated.reset_peak_memory_stats()
     before = streams_made()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)), nn.Linear(64, 1))
-    module, name = PLUGINS[plugin].split(":")
-    booster = Booster(NAME, "fp32", getattr(import_module(module), name)(**options))
+    booster = case.make_booster(NAME)
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     x = torch.ones(256, 64, device=NAME)
     streams, reserved = [], []
@@ -49,7 +48,7 @@ def train(plugin, options):
 
 @matrix(["zero, offload", "gemini, half"], name=CASES)
 def test_streams_are_made_once_and_pools_stay_small(name, simulated_device):
-    for streams, reserved, allocated in run_on_devices(train, 2, simulated_device, *CASES[name]):
+    for streams, reserved, allocated in run_on_devices(train, 2, simulated_device, CASES[name]):
         assert streams[-1] == streams[0], f"streams after each two steps: {streams}"
         assert streams[-1] <= MOST_STREAMS.get(name, 4), f"{streams[-1]} streams"
         assert reserved[-1] == reserved[1], f"memory that pools hold after each two steps: {reserved}"
