@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from faulty_plugins import SumsGradients
+from faulty_plugins.gradients import SumsGradients
 from reference_plugins import ReferencePlugin
 
 from booster_testing import PluginConformance, functions
