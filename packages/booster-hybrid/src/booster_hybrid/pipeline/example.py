@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-_REMEDY = "What is for all samples, such as class weights, belongs into the criterion, or needs a first dimension of 1."
+_REMEDY = (
+    "What is for all samples, such as class weights, belongs into the criterion, or needs a first dimension of 1; what has "
+    "rows of its own for each sample, such as the patches of images, is split by `HybridParallelPlugin(split_batch=...)`."
+)
 
 
 def lengths_of(batch: Any) -> dict[str, int]:
