@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 _REMEDY = (
-    "What is for all samples, such as class weights, belongs into the criterion, or needs a first dimension of 1; what has "
-    "rows of its own for each sample, such as the patches of images, is split by `HybridParallelPlugin(split_batch=...)`."
+    "What is for all samples, such as class weights, belongs into the criterion, or needs a first dimension of 1; what "
+    "has rows of its own for each sample, such as the patches of images, is split by "
+    "`HybridParallelPlugin(split_batch=...)`."
 )
 
 
