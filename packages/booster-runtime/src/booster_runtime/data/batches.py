@@ -113,8 +113,8 @@ def num_samples(batch: Any) -> int:
         msg = (
             f"The batch can't be split into microbatches: its tensors must have one entry per sample in their first "
             f"dimension, all of them the same number; got {found}. What is for all samples, such as class weights, "
-            "belongs into the criterion, or needs a first dimension of 1; what has rows of its own for each sample, such "
-            "as the patches of images, is split by `HybridParallelPlugin(split_batch=...)`."
+            "belongs into the criterion, or needs a first dimension of 1; what has rows of its own for each sample, "
+            "such as the patches of images, is split by `HybridParallelPlugin(split_batch=...)`."
         )
         raise ConfigError(msg)
     return lengths.pop()
