@@ -1,8 +1,12 @@
-"""``torch.compile`` of models whose layers are split: whole graphs, the sums of eager training, and its gradients."""
+"""``torch.compile`` of models whose layers are split: whole graphs, the sums of eager training, and its gradients.
+
+Collectives in graphs are those that torch's compiler knows, so that on CUDA it can take them into matrix products.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from torch import nn
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.policy.find import policy_for
 from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_testing import run_on_ranks
 
@@ -36,6 +41,36 @@ class Counted:
 
     def __exit__(self, *_):
         RankGroup.all_reduce = self._sum
+
+
+class Graphs:
+    """A backend that keeps the graphs, runs them as they are, and counts the sums over ranks that they take."""
+
+    def __init__(self, decompositions=None):
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.found, self.number = [], 0
+        compilers = {"fw_compiler": self._keep, "bw_compiler": self._keep}
+        self.backend = aot_autograd(**compilers, decompositions=decompositions)
+
+    def targets(self):
+        """Return how often each collective is in the graphs."""
+        names = [str(node.target) for graph in self.found for node in graph.graph.nodes]
+        return Counter(name.split(".")[1] for name in names if name.startswith("_c10d_functional."))
+
+    def _keep(self, graph, _):
+        from functorch.compile import make_boxed_func
+
+        self.found.append(graph)
+        sums = [node for node in graph.graph.nodes if str(node.target) == "_c10d_functional.all_reduce.default"]
+        run = make_boxed_func(graph.forward)
+
+        def counted(args):
+            self.number += len(sums)
+            return run(args)
+
+        counted._boxed_call = True
+        return counted
 
 
 def make(name, dtype):
@@ -67,15 +102,16 @@ def compare(name):
         zoo.loss_of(eager, batch).backward()
     expected = zoo.loss_of(whole, batch)
     expected.backward()
-    model.compile(backend="aot_eager")
+    graphs = Graphs()
+    model.compile(backend=graphs.backend)
     for _ in range(2):  # layers that read another input than their siblings share nothing from the second time on
         model.zero_grad()
         counters.clear()
-        with Counted() as counted:
-            found = zoo.loss_of(model, batch)
-            found.backward()
+        graphs.number = 0
+        found = zoo.loss_of(model, batch)
+        found.backward()
         assert not [reason for reason in counters["graph_break"] if "booster" in reason], name
-    assert counted.number <= asked.number, f"{name}: {counted.number} sums, {asked.number} in eager training"
+    assert 0 < graphs.number <= asked.number, f"{name}: {graphs.number} sums, {asked.number} in eager training"
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0, msg=name)  # some losses are taken in fp32
     assert_parts_of_gradients(model, splits, whole, name)
 
@@ -83,6 +119,51 @@ def compare(name):
 @matrix(["gpt2_lm"], name=NAMES)
 def test_gradients_are_those_of_the_whole_model(name):
     run_on_ranks(compare, 2, name, timeout_seconds=300)
+
+
+def known_to_the_compiler(name, samples):
+    """Compile layers between which sequences are split, and look for what torch's compiler takes into products."""
+    ignore_compiler_warnings()
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes import micro_pipeline_tp as fused
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    zoo, whole, batch = make(name, torch.float64)
+    model = copy.deepcopy(whole)
+    policy = policy_for(whole)
+    done = parallelize(model, policy, RankGroup.of(None), parallel_output=False)
+    split_between_blocks(model, policy.layers, RankGroup.of(None), done)
+    graphs = Graphs(select_decomp_table())
+    for layer in model.get_submodule(policy.layers[0]):
+        layer.compile(backend=graphs.backend)
+    for number in samples:  # of another length in the second step, which not every rank has as much of
+        model.zero_grad()
+        whole.zero_grad()
+        given = {key: value[:, : value.shape[1] - number] for key, value in batch.items()}
+        found, expected = zoo.loss_of(model, given), zoo.loss_of(whole, given)
+        found.backward()
+        expected.backward()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+        assert_parts_of_gradients(model, done.splits, whole, name)
+    taken = []
+    for graph in graphs.found[:4]:
+        view_to_reshape(graph)
+        gathers = fused.find_all_gather_patterns(graph.graph)
+        sums = fused.find_reduce_scatter_patterns(graph.graph)
+        taken.append(
+            (
+                sum(bool(fused._find_consumer_matmuls(each.res_node)) for each in gathers),
+                sum(fused._find_producer_matmul(each.input_node) is not None for each in sums),
+            )
+        )
+    return graphs.targets(), taken
+
+
+def test_gathers_and_sums_of_sequences_are_fused_with_products_by_torchs_compiler():
+    """Each layer gathers twice and sums twice; in backward, what is summed is that of several products together."""
+    for targets, taken in run_on_ranks(known_to_the_compiler, 2, "llama_tied", [0, 1], timeout_seconds=300):
+        assert targets["all_gather_into_tensor"] == targets["reduce_scatter_tensor"] > 0
+        assert taken == [(2, 2)] * 2 + [(2, 0)] * 2
 
 
 class Writing(nn.Module):

@@ -15,7 +15,7 @@ from matrix import matrix, named
 from torch import nn
 
 from booster_core import Booster
-from booster_hybrid import DataParallelConfig, HybridParallelPlugin
+from booster_hybrid import DataParallelConfig, HybridParallelPlugin, ShardingPolicy
 from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors
@@ -152,6 +152,58 @@ def test_buckets_are_averaged_while_backward_runs():
         assert [has_ended for *_, has_ended in sent] == [False, False, False, False, True]
     for sent, _ in run_on_ranks(sent_in_backward, 2, DataParallelConfig()):
         assert len(sent) == 1  # of 25 MiB, all is in one bucket
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def met_in_a_batch(sizes):
+    """Return how many ranks meet in each collective of a pipeline's second batch."""
+    from booster_runtime import collectives
+
+    torch.manual_seed(0)
+    model, batch, policy = Layers(), {"x": torch.ones(4, 8)}, ShardingPolicy(layers=("layers",))
+    plugin = HybridParallelPlugin(**sizes, num_microbatches=4, custom_policy=policy, example_batch=batch)
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    met: list[tuple[str, int]] = []
+    originals: dict[str, object] = {}
+
+    def noted(name):
+        def call(*args, **options):
+            group = next((each for each in (*args, *options.values()) if isinstance(each, dist.ProcessGroup)), None)
+            met.append((name, dist.get_world_size(group)))
+            return originals[name](*args, **options)
+
+        return call
+
+    def step():
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.square().mean(), optimizer)
+
+    step()
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_gather_object"):
+        originals[name] = getattr(collectives, name)
+        setattr(collectives, name, noted(name))
+    try:
+        step()
+    finally:
+        for name, original in originals.items():
+            setattr(collectives, name, original)
+    return met
+
+
+def test_no_batch_of_a_pipeline_lets_all_ranks_meet_at_once():
+    """Stages of a replica meet, and replicas, before the batch and after it; and those that sum one bucket."""
+    for met in run_on_ranks(met_in_a_batch, 4, {"pp_size": 2}):
+        assert met == [("all_reduce", 2)] * 5
 
 
 def boost_twice(options):

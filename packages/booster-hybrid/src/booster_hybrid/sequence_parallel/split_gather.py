@@ -14,6 +14,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
@@ -35,6 +36,7 @@ from booster_hybrid.sequence_parallel.layers import (
     refuse_options,
     with_hidden,
 )
+from booster_hybrid.tensor_parallel.collectives import positions_in_graph
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, GatheredInput, RowForward
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.summed_gradients import GradientAllReduce, sum_where_used
@@ -59,7 +61,7 @@ class GatheringList(SplitModuleList):
 
     def __init__(self, group: RankGroup, model_name: str) -> None:
         super().__init__("split_gather", group, model_name)
-        self._last: tuple[int, SequenceLayout] | None = None
+        self._batch: int | None = None
 
     def cut(self, hidden: Tensor) -> Tensor:
         """Return this rank's positions of what every rank is given alike."""
@@ -69,7 +71,6 @@ class GatheringList(SplitModuleList):
         """Return whole hidden states, which every rank hands on alike. Collective: the group."""
         return join_replicas(*self._of_part(hidden), self.group)
 
-    @outside_of_graphs
     def gather_input(
         self,
         module: nn.Module,
@@ -90,6 +91,21 @@ class GatheringList(SplitModuleList):
         """
         del module
         hidden: Tensor = args[0] if args else kwargs[HIDDEN_STATES]
+        if not is_replica and self._is_graphs_own(hidden, self.group.size):
+            self._batch = hidden.shape[0]
+            return with_hidden(args, kwargs, positions_in_graph(hidden, self.group, gathers=True))
+        return self._gather_input(hidden, args, kwargs, siblings, is_replica=is_replica)
+
+    @outside_of_graphs
+    def _gather_input(
+        self,
+        hidden: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        siblings: Iterable[ColumnSiblings],
+        *,
+        is_replica: bool,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         part, layout = self._of_part(hidden)
         whole = (join_replicas if is_replica else gather_sequence)(part, layout, self.group)
         if hidden.dim() != 3:
@@ -99,10 +115,26 @@ class GatheringList(SplitModuleList):
             each.gathered = GatheredInput(whole, hidden, again)
         return with_hidden(args, kwargs, whole)
 
-    @outside_of_graphs
     def scatter_output(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
         """Leave of a row-parallel layer's partial sums this rank's positions, summed."""
         del module
+        if self._is_graphs_own(output, 1):
+            return positions_in_graph(output, self.group, gathers=False)
+        return self._scatter_output(output)
+
+    def _is_graphs_own(self, hidden: Tensor, parts: int) -> bool:
+        """Return whether a compiler traces sequences of which all ranks have equally long parts.
+
+        Args:
+            hidden: Whole sequences, or this rank's part of them.
+            parts: How many of its length they have.
+        """
+        if not torch.compiler.is_compiling() or hidden.dim() != 3:
+            return False
+        return self.length % self.group.size == 0 and hidden.shape[1] * parts == self.length
+
+    @outside_of_graphs
+    def _scatter_output(self, output: Tensor) -> Tensor:
         part = scatter_sum(*self._of_whole(output), self.group)
         return part if output.dim() == 3 else part.flatten(0, 1)
 
@@ -123,20 +155,20 @@ class GatheringList(SplitModuleList):
         """Return this rank's part of them as ``(batch, positions, size)``, and how they are split."""
         if part.dim() == 3:
             self.resume(part.shape[1])
-            self._last = part.shape[0], self.layout(self.length)
-            return part, self._last[1]
+            self._batch = part.shape[0]
+            return part, self.layout(self.length)
         batch, layout = self._of_flat(part)
         return part.view(batch, layout.lengths[self.group.rank], part.shape[-1]), layout
 
     def _of_flat(self, rows: Tensor) -> tuple[int, SequenceLayout]:
         """Return what the layer's block before was given: some layers flatten batch and positions in between."""
-        if rows.dim() != 2 or self._last is None:
+        if rows.dim() != 2 or self._batch is None:
             msg = (
                 "'split_gather' needs hidden states of shape (batch, positions, size), but a layer gave one of its "
                 f"parts {tuple(rows.shape)}. Use 'all_to_all' or 'ring_attn' with `sp_size`."
             )
             raise ConfigError(msg)
-        return self._last
+        return self._batch, self.layout(self.length)
 
 
 def split_between_blocks(

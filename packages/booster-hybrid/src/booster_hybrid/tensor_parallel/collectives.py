@@ -3,9 +3,8 @@
 Names follow Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): a replicated activation *enters* a split
 region, where its gradient becomes a sum over ranks, and partial results *leave* it by a sum.
 
-Inside of the graphs that ``torch.compile`` makes, a sum over ranks is one operation, which the compiler calls as it is:
-what it does can't be traced, since it tells other processes addresses, and waits for them. What autograd adds to it is
-traced. Results are the same to the bit.
+Inside of the graphs that ``torch.compile`` makes they are torch's functional collectives, which its compiler knows: it
+moves them apart from what waits for them, and on CUDA can take them into the products around them.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import distributed_c10d
 
 from booster_core.errors import GradientError
-from booster_hybrid.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
 
     _Ranks = RankGroup | str
@@ -100,31 +98,35 @@ def refuse_second_derivative() -> None:
         raise GradientError(msg)
 
 
-@torch.library.custom_op("booster_hybrid::sum_over_ranks", mutates_args=())
-def _sum_over_ranks(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    return summed(tensor, _named(name))
+def _done(started: Tensor) -> Tensor:
+    """Return the result of a functional collective."""
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(started)  # noqa: SLF001 - `torch.distributed`'s own, in graphs
+    return result
 
 
-@_sum_over_ranks.register_fake
-def _(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    del name
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+def _summed_in_graph(tensor: Tensor, name: str) -> Tensor:
+    return _done(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), "sum", name))  # noqa: SLF001 - as above
 
 
-@torch.library.custom_op("booster_hybrid::gather_last", mutates_args=())
-def _gather_last(tensor: torch.Tensor, sizes: list[int], name: str) -> torch.Tensor:
-    return gathered_last(tensor, sizes, _named(name))
+def _gathered_in_graph(tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
+    """Return parts of one length, put together."""
+    whole = _done(torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), size, name))  # noqa: SLF001
+    return whole if dim == 0 else torch.cat(torch.chunk(whole, size), dim)
 
 
-@_gather_last.register_fake
-def _(tensor: torch.Tensor, sizes: list[int], name: str) -> torch.Tensor:
-    del name
-    return tensor.new_empty((*tensor.shape[:-1], sum(sizes)))
+def _scattered_in_graph(tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
+    """Return this rank's part of a sum that all ranks have equally long parts of."""
+    source = tensor.contiguous() if dim == 0 else torch.cat(torch.chunk(tensor, size, dim))
+    return _done(torch.ops._c10d_functional.reduce_scatter_tensor(source, "sum", size, name))  # noqa: SLF001 - as above
 
 
-def _named(name: str) -> RankGroup:
-    c10d: Any = distributed_c10d
-    return RankGroup.of(c10d._resolve_process_group(name))  # noqa: SLF001 - as torch's own operations find theirs
+def _gathered_last_in_graph(tensor: Tensor, sizes: Sequence[int], name: str) -> Tensor:
+    most = max(sizes)
+    if min(sizes) == most:
+        return _gathered_in_graph(tensor, tensor.dim() - 1, len(sizes), name)
+    filled = torch.nn.functional.pad(tensor, (0, most - tensor.shape[-1]))
+    parts = torch.split(_gathered_in_graph(filled, tensor.dim() - 1, len(sizes), name), most, -1)
+    return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
 
 def _told(group: RankGroup) -> _Ranks:
@@ -132,14 +134,12 @@ def _told(group: RankGroup) -> _Ranks:
 
 
 def _summed(tensor: Tensor, ranks: _Ranks) -> Tensor:
-    total: Tensor = _sum_over_ranks(tensor, ranks) if isinstance(ranks, str) else summed(tensor, ranks)
-    return total
+    return _summed_in_graph(tensor, ranks) if isinstance(ranks, str) else summed(tensor, ranks)
 
 
 def _gathered(tensor: Tensor, sizes: list[int], ranks: _Ranks) -> Tensor:
     if isinstance(ranks, str):
-        whole: Tensor = _gather_last(tensor, sizes, ranks)
-        return whole
+        return _gathered_last_in_graph(tensor, sizes, ranks)
     return gathered_last(tensor, sizes, ranks)
 
 
@@ -199,6 +199,34 @@ class _Paired(torch.autograd.Function):
         elif ctx.operation == "take":
             gradient = _gathered(gradient, ctx.sizes, ctx.ranks)
         return gradient, None, None, None, None
+
+
+class _Positions(torch.autograd.Function):
+    """Gathers the positions of sequences, or sums them and keeps this rank's; each is the other's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, size: int, name: str, gathers: bool) -> Tensor:  # noqa: FBT001 - no keywords
+        ctx.size, ctx.name, ctx.gathers = size, name, gathers
+        return (_gathered_in_graph if gathers else _scattered_in_graph)(tensor, 1, size, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        back = _scattered_in_graph if ctx.gathers else _gathered_in_graph
+        return back(gradient, 1, ctx.size, ctx.name), None, None, None
+
+
+def positions_in_graph(tensor: Tensor, group: RankGroup, *, gathers: bool) -> Tensor:
+    """Gather equally long parts of sequences, or sum whole ones and keep this rank's part, in a graph.
+
+    Args:
+        tensor: Shape ``(batch, positions, size)``.
+        group: The ranks.
+        gathers: Whether it is a part.
+
+    Collective: the group, also in backward.
+    """
+    result: Tensor = _Positions.apply(tensor, group.size, group.name, gathers)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _paired(operation: str, tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:

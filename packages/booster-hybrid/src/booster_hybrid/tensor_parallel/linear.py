@@ -9,9 +9,9 @@ Reference: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), section 3.
 
 from __future__ import annotations
 
-import operator
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -89,81 +89,149 @@ def _now_or_later(
     return product() if is_wanted else None
 
 
-class _Columns(torch.autograd.Function):
-    """Several column-parallel products of one input, with one sum over ranks of the input's gradient.
+class _Entry(torch.autograd.Function):
+    """Hands one input to column-parallel layers; backward sums its gradient over ranks once, for all of them.
 
-    Only what backward will need is kept: frozen weights don't keep the input alive, and of an input that was gathered
-    this rank's part is kept, and gathered again while the input's gradient is computed.
+    The layers' parameters pass by here, so that their gradients are computed while that sum travels. Only what backward
+    will need is kept: frozen weights don't keep the input alive, and of an input that was gathered this rank's part is
+    kept, and gathered again while the input's gradient is computed.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        source: Tensor,
-        siblings: ColumnSiblings,
-        waiting: Waiting | None,
-        gathered: GatheredInput | None,
-        *weights_and_biases: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        half = len(weights_and_biases) // 2
-        weights: list[Any] = list(weights_and_biases[:half])
-        biases: list[Any] = list(weights_and_biases[half:])
-        needs_source, _, _, _, *needs = ctx.needs_input_grad
-        ctx.waiting, ctx.gathered = waiting, gathered
-        ctx.set_materialize_grads(False)  # a sibling that was not used has no gradient, and costs nothing
-        ctx.siblings, ctx.shape, ctx.dtype = siblings, source.shape, source.dtype
-        ctx.dtypes = [None if each is None else each.dtype for each in (*weights, *biases)]
-        device_type = source.device.type
-        dtype = ctx.product_dtype = _autocast_dtype(device_type)
-        if dtype is not None:
-            source = source.to(dtype)
-            weights = [weight.to(dtype) for weight in weights]
-            biases = [None if bias is None else bias.to(dtype) for bias in biases]
-        keeps_source = any(needs[:half]) or any(_waits(waiting, index) for index in range(half))
-        kept = source if gathered is None else gathered.part()
-        ctx.save_for_backward(kept if keeps_source else None, *(weight if needs_source else None for weight in weights))
-        with torch.autocast(device_type, enabled=False):
-            return tuple(
-                not_a_view(nn.functional.linear(source, weight.t() if siblings.is_transposed else weight, bias))
-                for weight, bias in zip(weights, biases, strict=True)
-            )
+        ctx: Any, source: Tensor, entry: ColumnEntry, gathered: GatheredInput | None, *parameters: Tensor | None
+    ) -> Tensor:
+        needs_source, _, _, *needs = ctx.needs_input_grad
+        ctx.set_materialize_grads(False)  # what comes back is in the entry; of a layer that was not used, nothing
+        ctx.entry, ctx.gathered, ctx.shape, ctx.dtype = entry, gathered, source.shape, source.dtype
+        ctx.dtypes = [None if each is None else each.dtype for each in parameters]
+        entry.needs_source, entry.product_dtype = needs_source, _autocast_dtype(source.device.type)
+        entered = source.view_as(source) if entry.product_dtype is None else source.to(entry.product_dtype)
+        half = len(parameters) // 2
+        keeps_source = any(needs[:half]) or any(_waits(entry.waiting, index) for index in range(half))
+        ctx.save_for_backward((entered if gathered is None else gathered.part()) if keeps_source else None)
+        return entered
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivative()
-        siblings: ColumnSiblings = ctx.siblings
-        siblings.forget()  # backward has come this far: nobody will fetch the rest
-        source, *weights = ctx.saved_tensors
-        needs_source, _, _, _, *needs = ctx.needs_input_grad
+        entry: ColumnEntry = ctx.entry
+        rows, total = entry.come_back()
+        (source,) = ctx.saved_tensors
         coming = None if source is None or ctx.gathered is None else ctx.gathered.again(source)
-        rows = [None if each is None else each.reshape(-1, each.shape[-1]) for each in gradients]
-        pending, total = None, None
-        if needs_source:
-            for row, weight in zip(rows, weights, strict=True):
-                if row is not None:
-                    factor = weight.t() if siblings.is_transposed else weight
-                    total = row @ factor if total is None else total.addmm_(row, factor)
-        if total is not None:
-            pending = siblings.group.all_reduce(total)
+        pending = None if total is None else entry.group.all_reduce(total)
         if coming is not None:
             source = coming()
-            source = source if ctx.product_dtype is None else source.to(ctx.product_dtype)
+            source = source if entry.product_dtype is None else source.to(entry.product_dtype)
         flat = None if source is None else source.reshape(-1, source.shape[-1])
-        half = len(rows)
-        products = [
-            _of_weight(row, flat, dtype, is_transposed=siblings.is_transposed)
-            for row, dtype in zip(rows, ctx.dtypes[:half], strict=True)
-        ]
-        products += [_of_bias(row, dtype) for row, dtype in zip(rows, ctx.dtypes[half:], strict=True)]
-        of_parameters = [
-            None if row is None else _now_or_later(product, ctx.waiting, index, is_wanted=needs[index])
-            for index, (row, product) in enumerate(zip([*rows, *rows], products, strict=True))
-        ]
-        of_source = None
-        if pending is not None and total is not None:
-            pending.wait()
-            of_source = total.view(ctx.shape).to(ctx.dtype)
-        return (of_source, None, None, None, *of_parameters)
+        half, (_, _, _, *needs) = len(ctx.dtypes) // 2, ctx.needs_input_grad
+        of_parameters: list[Tensor | None] = [None] * len(needs)
+        for index, row in rows:
+            weight_dtype, bias_dtype = ctx.dtypes[index], ctx.dtypes[half + index]
+            of_weight = _of_weight(row, flat, weight_dtype, is_transposed=entry.is_transposed)
+            for place, product in ((index, of_weight), (half + index, _of_bias(row, bias_dtype))):
+                found = _now_or_later(product, entry.waiting, place, is_wanted=needs[place])
+                before = of_parameters[place]
+                of_parameters[place] = found if before is None or found is None else before + found
+        if pending is None or total is None:
+            return (None, None, None, *of_parameters)
+        pending.wait()
+        return (total.view(ctx.shape).to(ctx.dtype), None, None, *of_parameters)
+
+
+class _Column(torch.autograd.Function):
+    """A column-parallel product of what has entered; backward leaves the gradients to the entry.
+
+    Autograd does not see the layer's parameters here, which are none of the arguments.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, entered: Tensor, entry: ColumnEntry, module: nn.Module) -> Tensor:
+        ctx.entry, ctx.index = entry, entry.modules.index(module)
+        weight, bias = _parameters(module)
+        if entry.product_dtype is None:
+            outputs = nn.functional.linear(entered, weight.t() if entry.is_transposed else weight, bias)
+        else:
+            weight = weight.to(entry.product_dtype)
+            bias = None if bias is None else bias.to(entry.product_dtype)
+            with torch.autocast(entered.device.type, enabled=False):
+                outputs = nn.functional.linear(entered, weight.t() if entry.is_transposed else weight, bias)
+        ctx.save_for_backward(weight if entry.needs_source else None)
+        return not_a_view(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        refuse_second_derivative()
+        (weight,) = ctx.saved_tensors
+        ctx.entry.add(ctx.index, gradient.reshape(-1, gradient.shape[-1]), weight)
+        return None, None, None
+
+
+class ColumnEntry:
+    """What column-parallel layers of one input have in common for its backward, which does not keep the input.
+
+    Args:
+        siblings: The layers.
+        modules: Those of the layers that may read it.
+
+    Attributes:
+        modules: As above.
+        waiting: Which gradients of parameters wait.
+        needs_source: Whether the input has a gradient.
+        product_dtype: The format of autocast, if it is on.
+        group: The ranks that sum the gradient.
+        is_transposed: Whether weights are stored as (inputs, outputs).
+    """
+
+    needs_source: bool
+    product_dtype: torch.dtype | None
+    waiting: Waiting | None
+
+    def __init__(self, siblings: ColumnSiblings, modules: Sequence[nn.Module]) -> None:
+        self._siblings, self.modules = siblings, modules
+        self._parameters = [_parameters(each) for each in modules]
+        self._rows: list[tuple[int, Tensor]] = []
+        self._total: Tensor | None = None
+        self.group, self.is_transposed = siblings.group, siblings.is_transposed
+
+    def enter(self, source: Tensor, split: SplitBackward | None) -> Tensor:
+        """Return what the layers compute with, in the format of autocast.
+
+        Args:
+            source: The input.
+            split: Where the weights' gradients may wait; ``None`` computes them with the input's.
+        """
+        for parameter in (each for both in self._parameters for each in both if each is not None):
+            # Where updated parameters are still being gathered, a call of torch's waits for its arguments.
+            parameter.dim()
+        own = [self._siblings.parameters(each) for each in self.modules]
+        flat = [*(weight for weight, _ in own), *(bias for _, bias in own)]
+        self.waiting = None if split is None else split.waiting(source, flat)
+        gathered = self._siblings.gathered if self.waiting is None else None  # what waits keeps the whole input
+        if gathered is not None and not gathered.is_of(source):
+            gathered = None
+        given = flat if self.waiting is None else self.waiting.hidden()
+        entered: Tensor = _Entry.apply(source, self, gathered, *given)  # type: ignore[no-untyped-call]
+        return entered
+
+    def has(self, module: nn.Module) -> bool:
+        """Return whether a layer's parameters have passed by, as they are."""
+        (weight, bias), (own_weight, own_bias) = self._parameters[self.modules.index(module)], _parameters(module)
+        return weight is own_weight and bias is own_bias
+
+    def add(self, index: int, row: Tensor, weight: Tensor | None) -> None:
+        """Take the gradient of a layer's outputs, and add that of its input; in backward."""
+        self._rows.append((index, row))
+        if weight is not None:
+            factor = weight.t() if self.is_transposed else weight
+            self._total = row @ factor if self._total is None else self._total.addmm_(row, factor)
+
+    def come_back(self) -> tuple[list[tuple[int, Tensor]], Tensor | None]:
+        """Return the gradients of outputs with the layers' places, and that of the input; for one backward."""
+        self._siblings.close(self)  # backward has come this far: nobody will read it any more
+        rows, total = self._rows, self._total
+        self._rows, self._total = [], None
+        return rows, total
 
 
 class GatheredInput:
@@ -192,25 +260,27 @@ class GatheredInput:
         return part.detach()
 
 
-class _Kept(NamedTuple):
-    """A layer's outputs that it has not asked for yet, and what they were computed from."""
+@dataclass(eq=False)
+class _Open:
+    """An input that siblings have still to read.
 
-    outputs: Tensor
-    parameters: tuple[Tensor | None, ...]
-    versions: tuple[int, ...]
-
-
-class _Entered(NamedTuple):
-    """An input of siblings in a graph that is compiled, until all of them have read it."""
+    Attributes:
+        source: The input.
+        state: What else must be as it was.
+        entered: What they compute with.
+        entry: Where gradients come back; ``None`` in a graph that is compiled.
+        num_left: How many of them.
+    """
 
     source: Tensor
+    state: tuple[Any, ...]
     entered: Tensor
+    entry: ColumnEntry | None
     num_left: int
-    has_grad: bool
 
 
 class ColumnSiblings:
-    """Column-parallel layers that may read one input; the first that is called computes for all of them.
+    """Column-parallel layers that may read one input, whose gradient is then summed once.
 
     Args:
         modules: The layers, all in one storage order.
@@ -221,21 +291,16 @@ class ColumnSiblings:
         is_transposed: Whether the weights are stored as (inputs, outputs).
         gathered: The input that was gathered last; ``None`` where inputs come whole.
 
-    Results that no sibling has fetched are dropped when another input comes, in backward, or by `forget`; whose
-    results went to waste is not computed along again, such as the queries of an attention that reads its keys
-    elsewhere.
+    Layers that turn out to read different inputs, such as the queries of an attention that reads its keys elsewhere,
+    share nothing from then on.
     """
 
     def __init__(self, modules: Sequence[nn.Module], group: RankGroup) -> None:
         self.group = group
         self.is_transposed = is_transposed(modules[0])
-        self._along: dict[nn.Module, list[Any]] = {module: list(modules) for module in modules}
-        self._source: Tensor | None = None
-        self._asked_first: nn.Module | None = None
-        self._state: tuple[Any, ...] = ()
-        self._kept: dict[nn.Module, _Kept] = {}
-        self._entered: _Entered | None = None
-        self._is_shared = True
+        self._modules = modules
+        self._open: _Open | None = None
+        self._is_shared = len(modules) > 1
         self._shares: dict[nn.Module, tuple[Split | None, Split | None]] = {}
         self.gathered: GatheredInput | None = None
         self._sharers = group  # also where the sum of the input's gradient is left to others
@@ -271,20 +336,16 @@ class ColumnSiblings:
 
         Collective: the group, in backward.
         """
-        known, has_grad = self._entered, torch.is_grad_enabled()
-        if known is not None and known.source is source and known.has_grad == has_grad:
-            left = known.num_left - 1
-            self._entered = known._replace(num_left=left) if left else None
-            return known.entered
         if self.group.size == 1:
             return source
+        state = (torch.is_grad_enabled(),)
+        known = self._known(source, state)
+        if known is not None:
+            return known.entered
         # A view, in whatever format autocast has: of a source that is written to before a sibling reads it, torch
         # refuses to use it, where a copy would keep what was there before.
         (entered,) = enter((source,), self.group)
-        if known is not None:  # they read several inputs: nothing may be left when the graph ends
-            self._entered, self._is_shared = None, False
-        elif self._is_shared and len(self._along) > 1:
-            self._entered = _Entered(source, entered, len(self._along) - 1, has_grad)
+        self._keep_open(source, state, entered, None)
         return entered
 
     def __call__(self, module: nn.Module, source: Tensor, split: SplitBackward | None = None) -> Tensor:
@@ -301,60 +362,44 @@ class ColumnSiblings:
         Collective: the group, in backward.
         """
         if not torch.is_grad_enabled():  # nothing is shared without backward
-            weight: Any = module.weight
-            bias: Any = module.bias
+            weight, bias = _parameters(module)
             return nn.functional.linear(source, weight.t() if self.is_transposed else weight, bias)
-        pending = None if split is None else split.pending
-        state = (_version(source), _autocast_dtype(source.device.type), pending)
-        if self._source is source and self._state == state:
-            kept = self._kept.pop(module, None)
-            if (
-                kept is not None
-                and kept.versions == tuple(map(_version, own := _parameters(module)))
-                and all(map(operator.is_, kept.parameters, own))
-            ):
-                if not self._kept:
-                    self.forget()
-                return kept.outputs
-        return self._computed(module, source, split, state)
+        state = _version(source), _autocast_dtype(source.device.type), None if split is None else split.pending
+        known = self._known(source, state)
+        if known is not None and known.entry is not None and known.entry.has(module):
+            entered, entry = known.entered, known.entry
+        else:
+            entry = ColumnEntry(self, self._modules if self._is_shared else [module])
+            entered = entry.enter(source, split)
+            self._keep_open(source, state, entered, entry)
+        outputs: Tensor = _Column.apply(entered, entry, module)  # type: ignore[no-untyped-call]
+        return outputs
 
-    def forget(self) -> None:
-        """Drop what no sibling has fetched, and compute it no more where the same sibling asks first."""
-        if self._asked_first is not None and self._kept:
-            along = self._along[self._asked_first]
-            self._along[self._asked_first] = [module for module in along if module not in self._kept]
-        self._source, self._asked_first, self._state, self._kept = None, None, (), {}
+    def close(self, entry: ColumnEntry | None = None) -> None:
+        """Let nobody read an input any more, and share nothing from now on if somebody has not.
 
-    def _computed(
-        self, module: nn.Module, source: Tensor, split: SplitBackward | None, state: tuple[Any, ...]
-    ) -> Tensor:
-        self.forget()
-        along = self._along[module]
-        parameters = [_parameters(each) for each in along]
-        flat = [*(weight for weight, _ in parameters), *(bias for _, bias in parameters)]
-        for parameter in flat:
-            if parameter is not None:
-                # Where updated parameters are still being gathered, a call of torch's waits for its arguments; the
-                # siblings' own calls, which would, come later.
-                parameter.dim()
-        own = [self.parameters(each) for each in along]
-        flat = [*(weight for weight, _ in own), *(bias for _, bias in own)]
-        waiting = None if split is None else split.waiting(source, flat)
-        given = flat if waiting is None else waiting.hidden()
-        gathered = self.gathered if waiting is None else None  # weights' gradients that wait keep the whole input
-        if gathered is not None and not gathered.is_of(source):
-            gathered = None
-        outputs: tuple[Tensor, ...] = _Columns.apply(  # type: ignore[no-untyped-call]
-            source, self, waiting, gathered, *given
-        )
-        kept = {
-            each: _Kept(output, own, tuple(map(_version, own)))
-            for each, output, own in zip(along, outputs, parameters, strict=True)
-        }
-        result = kept.pop(module).outputs
-        if kept:
-            self._source, self._asked_first, self._state, self._kept = source, module, state, kept
-        return result
+        Args:
+            entry: Where its gradients come back; ``None`` for whatever input there is.
+        """
+        if self._open is not None and (entry is None or self._open.entry is entry):
+            self._open, self._is_shared = None, False
+
+    def _known(self, source: Tensor, state: tuple[Any, ...]) -> _Open | None:
+        """Return an input that has entered, if it may still be read, which a sibling then has."""
+        known = self._open
+        if known is None:
+            return None
+        if known.source is not source or known.state != state:
+            self.close()
+            return None
+        known.num_left -= 1
+        if not known.num_left:
+            self._open = None
+        return known
+
+    def _keep_open(self, source: Tensor, state: tuple[Any, ...], entered: Tensor, entry: ColumnEntry | None) -> None:
+        if self._is_shared:
+            self._open = _Open(source, state, entered, entry, len(self._modules) - 1)
 
 
 def _parameters(module: Any) -> tuple[Tensor, Tensor | None]:
