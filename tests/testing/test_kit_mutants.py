@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-import faulty_plugins
 import pytest
+from faulty_plugins import FAULTY
 from kit_cases import by_default, slow_cases
 from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 
@@ -71,7 +71,7 @@ FOUND_IN_PIPELINES = [
 
 @pytest.mark.parametrize(("mutant", "test", "arguments", "message"), FOUND, ids=[case[0] for case in FOUND])
 def test_mutant_fails_the_test_of_its_fault(mutant, test, arguments, message, tmp_path_factory):
-    members = {"plugin_class": getattr(faulty_plugins, mutant)}
+    members = {"plugin_class": FAULTY[mutant]}
     run = getattr(type("Kit", (PluginConformance,), members)(), test)
     if "tmp_path_factory" in inspect.signature(run).parameters:
         arguments = {**arguments, "tmp_path_factory": tmp_path_factory}
@@ -113,7 +113,7 @@ class TestReference(PluginConformance):
     ("mutant", "test", "arguments", "message"), FOUND_IN_PIPELINES, ids=[case[0] for case in FOUND_IN_PIPELINES]
 )
 def test_mutant_with_a_pipeline_fails_the_test_of_its_fault(mutant, test, arguments, message):
-    members = {"plugin_class": getattr(faulty_plugins, mutant), "data_size": 2}
+    members = {"plugin_class": FAULTY[mutant], "data_size": 2}
     run = getattr(type("Kit", (PipelineConformance,), members)(), test)
     with pytest.raises((AssertionError, RankError), match=message):
         run(**arguments)
@@ -128,4 +128,4 @@ class TestReferencePipeline(PipelineConformance):
 
 def test_every_mutant_is_listed():
     listed = {case[0] for case in (*FOUND, *FOUND_IN_PIPELINES)}
-    assert listed == set(faulty_plugins.__all__)
+    assert listed == FAULTY.keys()

@@ -137,46 +137,21 @@ class Case:
     only_on: str = ""
 
 
+MODULES = (
+    *("waits", "communicators", "streams", "offload", "saves", "faults", "precision", "features"),
+    *("sanitizer", "memory", "commands", "two_ranks", "training"),
+)
+"""Where the cases are, in the order in which they run."""
+
+
 def all_cases() -> dict[str, Case]:
     """Return every case by name, in the order in which they run."""
-    from device_runs import (
-        commands,
-        communicators,
-        faults,
-        features,
-        memory,
-        offload,
-        precision,
-        sanitizer,
-        saves,
-        streams,
-        training,
-        two_ranks,
-        waits,
-    )
-
-    timed: Sequence[Case] = ()
+    modules = [f"device_runs.{name}" for name in MODULES]
     if find_spec("device_speed") is not None:  # of benchmarks/
-        timed = import_module("device_speed").CASES
-
+        modules.append("device_speed")
     found: dict[str, Case] = {}
-    for cases in (
-        waits.CASES,
-        communicators.CASES,
-        streams.CASES,
-        offload.CASES,
-        saves.CASES,
-        faults.CASES,
-        precision.CASES,
-        features.CASES,
-        sanitizer.CASES,
-        memory.CASES,
-        commands.CASES,
-        two_ranks.CASES,
-        training.CASES,
-        timed,
-    ):
-        for case in cases:
+    for module in modules:
+        for case in import_module(module).CASES:
             assert case.name not in found, case.name
             found[case.name] = case
     return found

@@ -26,6 +26,7 @@ from device_runs.small import (
     repeat_bits,
     saved_parameters,
     tokens_of,
+    under,
 )
 
 if TYPE_CHECKING:
@@ -33,15 +34,6 @@ if TYPE_CHECKING:
 
     from device_runs.cases import Setting
 
-PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("ddp", {}),
-    "fsdp": ("fsdp", {}),
-    "zero 1": ("zero", {"stage": 1}),
-    "zero 2": ("zero", {"stage": 2}),
-    "gemini": ("gemini", {}),
-    "gemini, offload": ("gemini", {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}),
-    "hybrid": ("hybrid", {"zero_stage": 1}),
-}
 STEPS = 6
 
 
@@ -326,10 +318,7 @@ def train_adapters(setting: Setting, *, plugin: str, options: dict[str, Any]) ->
 def _parts(function: Callable[..., None], names: Sequence[str], **more: Any) -> list[Part]:
     """Return a part for each plugin."""
     told = "".join(f", {name} {value}" for name, value in more.items() if value)
-    return [
-        Part(f"{name}{told}", function, {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1], **more})
-        for name in names
-    ]
+    return [Part(f"{name}{told}", function, under(name, **more)) for name in names]
 
 
 WAYS = {
@@ -347,7 +336,7 @@ CASES = [
         Case(
             f"compiled with CUDA graphs, {how}: {name}",
             train_compiled,
-            {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1], "how": how, "mode": "reduce-overhead"},
+            under(name, how=how, mode="reduce-overhead"),
             seconds=150,
             only_on="cuda",
         )
@@ -361,9 +350,8 @@ CASES = [
         )
     ),
     *(
-        Case(f"CUDA graphs are refused: {name}", capture, {"plugin": plugin, "options": options}, only_on="cuda")
-        for name, (plugin, options) in PLUGINS.items()
-        if name in ("ddp", "fsdp", "zero 2", "gemini, offload")
+        Case(f"CUDA graphs are refused: {name}", capture, under(name), only_on="cuda")
+        for name in ("ddp", "fsdp", "zero 2", "gemini, offload")
     ),
     Case("CUDA graphs of other models work", capture_alone, only_on="cuda"),
     case_of(

@@ -9,6 +9,7 @@ import torch
 from device_runs.cases import CannotRun
 from device_runs.parts import Part, case_of
 from device_runs.small import (
+    STRATEGIES,
     Run,
     assert_same_bits,
     exact_sgd,
@@ -16,20 +17,12 @@ from device_runs.small import (
     repeat_bits,
     tokens_of,
     train_plainly,
+    under,
 )
 
 if TYPE_CHECKING:
     from device_runs.cases import Setting
 
-PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("ddp", {}),
-    "fsdp": ("fsdp", {}),
-    "zero 1": ("zero", {"stage": 1}),
-    "zero 2": ("zero", {"stage": 2}),
-    "zero 2, offload": ("zero", {"stage": 2, "offload": "cpu"}),
-    "gemini": ("gemini", {}),
-    "hybrid": ("hybrid", {"zero_stage": 1}),
-}
 FORMATS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 8
 
@@ -121,27 +114,19 @@ CASES = [
         case_of(
             f"formats: {name}",
             [
-                Part("bits of plain torch", keep_fp32_bits, {"plugin": plugin, "options": options}),
+                Part("bits of plain torch", keep_fp32_bits, under(name)),
                 *(
-                    Part(
-                        f"curve of plain torch, {precision}",
-                        follow_plain_torch,
-                        {"plugin": plugin, "options": options, "precision": precision},
-                    )
-                    for precision in FORMATS
+                    Part(f"curve of plain torch, {each}", follow_plain_torch, under(name, precision=each))
+                    for each in FORMATS
                 ),
-                Part("overflow in fp16", overflow, {"plugin": plugin, "options": options}),
+                Part("overflow in fp16", overflow, under(name)),
             ],
         )
-        for name, (plugin, options) in PLUGINS.items()
+        for name in STRATEGIES
+        if name != "gemini, offload"
     ),
     case_of(
         "fp8",
-        [
-            *(
-                Part(name, train_in_8_bits, {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1]}, only_on="cuda")
-                for name in ("ddp", "fsdp", "zero 2", "gemini")
-            ),
-        ],
+        [Part(name, train_in_8_bits, under(name), only_on="cuda") for name in ("ddp", "fsdp", "zero 2", "gemini")],
     ),
 ]

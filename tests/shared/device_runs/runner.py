@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _LAST_LINES = 40
-_START_SECONDS = 60.0
 _LIMIT_SECONDS = 60.0
 
 

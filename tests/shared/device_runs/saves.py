@@ -11,7 +11,7 @@ import torch
 from booster_checkpoint.load import fill
 from booster_runtime.memory import CopyStream
 from device_runs.parts import Part, case_of
-from device_runs.small import Run, assert_same_bits, spin, tokens_of
+from device_runs.small import Run, assert_same_bits, spin, tokens_of, under
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from device_runs.cases import Setting
-
-PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("ddp", {}),
-    "fsdp": ("fsdp", {}),
-    "zero 2": ("zero", {"stage": 2}),
-    "zero 2, offload": ("zero", {"stage": 2, "offload": "cpu"}),
-    "gemini": ("gemini", {}),
-    "gemini, offload": ("gemini", {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}),
-    "hybrid": ("hybrid", {"zero_stage": 1}),
-}
 
 
 def save_while_training(setting: Setting, *, plugin: str, options: dict[str, Any]) -> None:
@@ -161,7 +151,7 @@ CASES = [
     *(
         case_of(
             f"save while training: {', '.join(names)}",
-            [Part(n, save_while_training, {"plugin": PLUGINS[n][0], "options": PLUGINS[n][1]}) for n in names],
+            [Part(name, save_while_training, under(name)) for name in names],
         )
         for names in (("ddp", "fsdp", "hybrid"), ("zero 2", "zero 2, offload"), ("gemini", "gemini, offload"))
     ),
@@ -169,11 +159,7 @@ CASES = [
         "files in a stream of the user",
         [
             *(
-                Part(
-                    f"load by {threads} threads, {name}",
-                    load_in_a_stream,
-                    {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1], "num_threads": threads},
-                )
+                Part(f"load by {threads} threads, {name}", load_in_a_stream, under(name, num_threads=threads))
                 for name, threads in (("ddp", 1), ("ddp", 4), ("zero 2", 4), ("gemini", 4), ("fsdp", 4))
             ),
             *(

@@ -29,6 +29,25 @@ CLOCK_HZ = 1.5e9
 """About what ``torch.cuda._sleep`` counts."""
 
 
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {}),
+    "zero 1": ("zero", {"stage": 1}),
+    "zero 2": ("zero", {"stage": 2}),
+    "zero 2, offload": ("zero", {"stage": 2, "offload": "cpu"}),
+    "gemini": ("gemini", {}),
+    "gemini, offload": ("gemini", {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}),
+    "hybrid": ("hybrid", {"zero_stage": 1}),
+}
+"""Plugins and their options, by the names of cases."""
+
+
+def under(name: str, **more: Any) -> dict[str, Any]:
+    """Return the keyword arguments of a check under one of `STRATEGIES`."""
+    plugin, options = STRATEGIES[name]
+    return {"plugin": plugin, "options": options, **more}
+
+
 class Layer(nn.Module):
     """Attention and an MLP, by products and sums alone: fused attention adds in any order in backward."""
 
