@@ -100,62 +100,32 @@ def test_two_ranks_train_as_under_the_plugin_that_was_chosen_which_fits_where_re
     assert min(run_on_ranks(peak_of, 2, "ddp", {})) > budget
 
 
-def too_small():
-    chosen_for(MIB)
-
-
-def without_loss():
-    chosen_for(64 * MIB, TrainingFunctions(built, samples))
-
-
-def objects_on_one_rank():
-    chosen_for(64 * MIB, mlp() if dist.get_rank() else MLP)
-
-
-def no_number_on_one_rank():
-    chosen_for("7 MiB" if dist.get_rank() else MIB)
-
-
-def no_positive_number():
-    chosen_for(0)
-
-
-def other_budgets():
-    chosen_for(MIB * (1 + dist.get_rank()))
-
-
-def unknown_device_on_one_rank():
-    chosen_for(MIB, device="cpuu" if dist.get_rank() else None)
-
-
-def unknown_precision():
-    chosen_for(MIB, mixed_precision="bf61")
+def refused(budgets, last=None, functions=MLP, **options):
+    """Choose with other arguments on each rank; ``last`` are those of the last one besides."""
+    of_rank = last if last and dist.get_rank() else {}
+    chosen_for(budgets[dist.get_rank()], **({"functions": functions} | options | of_rank))
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("budgets", "options", "message"),
     [
-        (
-            too_small,
-            r"plugin trains this model within `memory_budget_bytes=1048576`.*Nearest is \w+\(.*MiB",
-        ),
-        (without_loss, "could plan no training step.*loss"),
-        (no_number_on_one_rank, "`memory_budget_bytes='7 MiB'` is no positive number of bytes"),
-        (no_positive_number, "`memory_budget_bytes=0` is no positive number of bytes"),
-        (
-            other_budgets,
-            "`memory_budget_bytes`: 1048576 on rank 0, 2097152 on rank 1, in `choose_plugin`",
-        ),
-        (unknown_device_on_one_rank, "`device='cpuu'` is not a device"),
-        (unknown_precision, "Unknown precision 'bf61'"),
+        ([MIB] * 2, {}, r"plugin trains this model within `memory_budget_bytes=1048576`.*Nearest is \w+\(.*MiB"),
+        ([64 * MIB] * 2, {"functions": TrainingFunctions(built, samples)}, "could plan no training step.*loss"),
+        ([MIB, "7 MiB"], {}, "`memory_budget_bytes='7 MiB'` is no positive number of bytes"),
+        ([0] * 2, {}, "`memory_budget_bytes=0` is no positive number of bytes"),
+        ([MIB, 2 * MIB], {}, "`memory_budget_bytes`: 1048576 on rank 0, 2097152 on rank 1, in `choose_plugin`"),
+        ([MIB] * 2, {"last": {"device": "cpuu"}}, "`device='cpuu'` is not a device"),
+        ([MIB] * 2, {"mixed_precision": "bf61"}, "Unknown precision 'bf61'"),
     ],
+    ids=["too small", "no loss", "no number", "no positive number", "other budgets", "device", "precision"],
 )
-def test_what_is_missing_is_named_on_every_rank(function, message):
-    expect_on_ranks(ConfigError, message, function, 2, **PATIENT)
+def test_what_is_missing_is_named_on_every_rank(budgets, options, message):
+    expect_on_ranks(ConfigError, message, refused, 2, budgets, **options, **PATIENT)
 
 
 def test_objects_in_the_place_of_functions_are_refused_on_every_rank():
-    expect_on_ranks(TypeError, r"takes `TrainingFunctions\(.*got `Sequential`", objects_on_one_rank, 2, **PATIENT)
+    message = r"takes `TrainingFunctions\(.*got `Sequential`"
+    expect_on_ranks(TypeError, message, refused, 2, [64 * MIB] * 2, {"functions": mlp()}, **PATIENT)
 
 
 def test_a_group_of_one_is_started_where_nothing_was_launched():
