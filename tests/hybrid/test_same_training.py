@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -197,6 +200,19 @@ OUTSIDE = {
     "index": lambda hidden, weight: weight[torch.zeros(1, dtype=torch.long)],
 }
 
+OF_COPIES = {
+    "data": lambda hidden, weight: hidden @ weight.data.T,
+    "detached": lambda hidden, weight: functional.linear(hidden, weight.detach()),
+    "cast": lambda hidden, weight: hidden.double() @ weight.to(torch.float64).T,
+    "copied": lambda hidden, weight: hidden @ copy.deepcopy(weight.detach().clone()).T,
+    "viewed": lambda hidden, weight: hidden @ weight.view(weight.shape).T,
+    "normalized": lambda hidden, weight: hidden @ functional.normalize(weight, dim=-1).T,
+    "scaled": lambda hidden, weight: hidden @ (weight * 2).T,
+    "row": lambda _, weight: weight[1],
+    "written row": lambda _, weight: weight.data.__setitem__(-1, 0.0),
+}
+"""What a script does without gradients with what it has made of a table."""
+
 
 def use_head(options):
     """Train through the head, call it, and read its table by functions, with and without gradients."""
@@ -221,6 +237,13 @@ def use_head(options):
         for records in (True, False):
             with torch.set_grad_enabled(records), pytest.raises(ConfigError, match=PART_OF_TABLE):
                 use(hidden.detach(), model.lm_head.weight)
+    for use in OF_COPIES.values():
+        with torch.no_grad(), pytest.raises(ConfigError, match=PART_OF_TABLE):
+            use(hidden, model.lm_head.weight)
+    saved = io.BytesIO()
+    torch.save(model.lm_head.weight.detach(), saved)
+    saved.seek(0)
+    assert type(torch.load(saved, weights_only=True)) is torch.Tensor
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -1,4 +1,7 @@
-"""`SplitTable`: a parameter of which each rank has some words; only the layer that has it may look up or multiply."""
+"""`SplitTable`: a parameter of which each rank has some words; only the layer that has it may look up or multiply.
+
+Copies and views that are made of it elsewhere are `SplitCopy`s, which are as restricted.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,18 @@ _READS = frozenset(
         *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "inner", "einsum", "tensordot"),
         *("__matmul__", "__rmatmul__", "t", "T", "mT", "transpose", "permute", "swapaxes", "linear_cross_entropy"),
         *("embedding", "embedding_bag", "index_select", "gather", "take", "take_along_dim"),
+        *("cosine_similarity", "cdist", "pairwise_distance"),
     }
 )
-"""Products, what is done for one, and lookups."""
+"""Products and distances, what is done for one, and lookups."""
+_COPIES = frozenset(
+    {
+        *("data", "detach", "clone", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda"),
+        *("contiguous", "view", "view_as", "reshape", "normalize", "__getitem__"),
+        *("mul", "__mul__", "__rmul__", "div", "__truediv__"),
+    }
+)
+"""What may return the same words, in other memory or another form."""
 
 
 class _Running(threading.local):
@@ -34,11 +46,11 @@ class _Running(threading.local):
 _running = _Running()
 
 
-class SplitTable(nn.Parameter):
-    """An embedding's or output head's weight, of which this rank has the rows of some words.
+class _SomeWords:
+    """What comes before the class of a tensor of which this rank has the rows of some words.
 
-    Logits made of it elsewhere would be those of some words, and a lookup would find others. Autograd would not tell
-    where no gradients are recorded.
+    Logits made of it outside of its layer would be those of some words, and a lookup would find others. Autograd would
+    not tell where no gradients are recorded.
     """
 
     table_name: str = "weight"
@@ -46,23 +58,57 @@ class SplitTable(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function as on any parameter.
+        """Run a function as on any tensor.
 
         Raises:
             ConfigError: If it multiplies by the table, or looks words up, outside of the layer that has it.
         """
-        if not torch.compiler.is_compiling() and not _running.depth and _reads(func, args):
+        is_outside = not torch.compiler.is_compiling() and not _running.depth
+        name = name_of(func) if is_outside else ""
+        table: Any = None
+        if name in _READS or name in _COPIES or name == "__setitem__":
             in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - no public name
-            table = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, cls)), None)
-            if table is not None and not in_backward:
-                raise outside_of_layer(table.table_name, name_of(func))
+            given = () if in_backward else (*args, *(kwargs or {}).values())
+            table = next((each for each in given if isinstance(each, _SomeWords)), None)
+        if table is not None and (name in _READS or (args[0] is table and _looks_up(name, args))):
+            raise outside_of_layer(table.table_name, name)
         with DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            is_copy = name in _COPIES and args[0] is table and type(result) is torch.Tensor and result.dim() > 1
+            is_recorded = is_copy and torch.is_grad_enabled() and result.requires_grad
+            return _copy_of(result, table.table_name) if is_copy and not is_recorded else result
 
 
-def _reads(func: Any, args: tuple[Any, ...]) -> bool:
-    name = name_of(func)
-    return name in _READS or (name == "__getitem__" and isinstance(args[1], torch.Tensor))
+class SplitTable(_SomeWords, nn.Parameter):
+    """An embedding's or output head's weight."""
+
+
+class SplitCopy(_SomeWords, torch.Tensor):
+    """Values of one, without gradients; what a graph is recorded of is found in the graph of the loss."""
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        """Return another one."""
+        with DisableTorchFunctionSubclass():
+            return _copy_of(self.as_subclass(torch.Tensor).clone(), self.table_name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be saved as a plain tensor."""
+        with DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _copy_of(values: torch.Tensor, name: str) -> SplitCopy:
+    made = values.as_subclass(SplitCopy)
+    made.table_name = name
+    return made
+
+
+def _looks_up(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether a call reads or writes rows of a table by their number, which is another one on each rank."""
+    if name not in ("__getitem__", "__setitem__"):
+        return False
+    first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    return first is not Ellipsis and first is not None and first != slice(None)
 
 
 def watch_tables(model: nn.Module, parts: Mapping[int, str]) -> set[int]:
@@ -95,7 +141,7 @@ def outside_of_layer(name: str, what: str) -> ConfigError:
         what: The function that reads it.
     """
     return ConfigError(
-        f"The loss reads parameter '{name}' outside of the layer that has it ({what}), and each rank has a part of it: "
+        f"The script reads parameter '{name}' outside of the layer that has it ({what}), and each rank has a part: "
         "a penalty on it, or logits made of it, would be those of a part. Call the layer, or `linear_cross_entropy` "
         "with it; for a penalty use the optimizer's `weight_decay`, or leave out the parameters that have another "
         "shape here than in your own model. `unchecked='allow'` takes parts for whole."
