@@ -189,7 +189,10 @@ def _reason(detail: str) -> str:
 def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     where = f"{machine['processor']}; {machine['machine']}; Python {machine['python']}"
-    parts = [f"\nMeasured on {machine['date']}: {where}, {versions}.\n\n"]
+    later = ", ".join(f"{name} on {date}" for name, date in machine.get("later", {}).items())
+    parts = [
+        f"\nMeasured on {machine['date']}: {where}, {versions}.{f' Measured again: {later}.' if later else ''}\n\n"
+    ]
     missed = [result for result in results if not result.is_met]
     barred = [result for result in results if result.bar is not None]
     parts.append(f"{len(barred) - len(missed)} of {len(barred)} bars are met.\n")
@@ -201,8 +204,10 @@ def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:
         for each in results
         if each.yardstick.startswith(PEERS) and (each.bar is not None or each.what.startswith(_SHOWN))
     ]
-    others = [each for each in missed if each not in peers]
-    for title, shown in (("torch and other libraries", peers), ("Other bars that are missed", others)):
+    pipelines = [each for each in results if each.benchmark == "pipeline"]
+    others = [each for each in missed if each not in peers and each not in pipelines]
+    tables = ("torch and other libraries", peers), ("Pipelines", pipelines), ("Other bars that are missed", others)
+    for title, shown in tables:
         parts += [f"\n## {title}\n\n", *_table(shown)] if shown else []
     return "".join(parts)
 
