@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from cases import Setting, assert_equals_one_process, sgd, train_plainly
 from expert_models import LENGTH, batch_of, expert_case, make
+from ranked import on_ranks
 from torch import nn
 from uneven_runs import assert_steps_follow_batches
 
@@ -95,7 +96,14 @@ def test_the_options_are_described():
         assert "expert={'size': 2}" in described
 
 
-def filled_in():
+def build():
+    from transformers import Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(make("qwen3_moe").config).train()
+
+
+@on_ranks(2)
+def test_lazy_models_make_the_experts_that_are_here():
     """A lazy model makes this rank's experts alone, and they are those of the model that is built at once."""
     booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
     case = expert_case("qwen3_moe", steps=1, build=build)
@@ -106,16 +114,6 @@ def filled_in():
     expected = train_plainly(case, dist.get_world_size()).gradients[0]
     found = {key: full_gradient(booster, model, key) for key in expected}
     assert_same_tensors(found, expected, tolerance_for(torch.float32))
-
-
-def build():
-    from transformers import Qwen3MoeForCausalLM
-
-    return Qwen3MoeForCausalLM(make("qwen3_moe").config).train()
-
-
-def test_lazy_models_make_the_experts_that_are_here():
-    run_on_ranks(filled_in, 2)
 
 
 def test_ranks_that_have_run_out_of_batches_compute_the_others_tokens():

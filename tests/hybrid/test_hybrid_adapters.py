@@ -18,6 +18,7 @@ from model_zoo import ZOO
 from model_zoo.registry import in_double, weighted_outputs
 from model_zoo.transformers_build import from_config
 from model_zoo.transformers_heads import HEADS
+from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core.errors import ConfigError
@@ -283,15 +284,12 @@ def test_trained_tokens_of_an_embedding_that_a_plan_splits_are_refused():
         assert_parity(name, config, (2, TP2))
 
 
-def take_apart():
+@raises_on_ranks(ConfigError, r"`adapter_names` takes each sample.*Call `set_adapter`", 2)
+def test_batches_of_several_adapters_are_refused():
     _, model, *_ = boosted("transformers/llama", {}, TP2)
     model.eval()
     tokens = torch.zeros((2, 4), dtype=torch.int64)
     model(input_ids=tokens, adapter_names=["default", "__base__"])
-
-
-def test_batches_of_several_adapters_are_refused():
-    expect_on_ranks(ConfigError, r"`adapter_names` takes each sample.*Call `set_adapter`", take_apart, 2)
 
 
 def copied(options, inside):

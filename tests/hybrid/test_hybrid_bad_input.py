@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from model_zoo import get_model
+from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -21,22 +22,6 @@ def boost(options, model=None):
     model = get_model(NAME).seeded() if model is None else model
     booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
     return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "options", "message"),
-    [
-        (2, {"tp_size": 4}, r"tp_size=4` is 4, which does not divide the world size 2.*one of 1, 2"),
-        (
-            3,
-            {"pp_size": 3},
-            r"2 layers can't fill 3 stages \(.* has 2 in 'model.layers'\). Use fewer stages, or fewer chunks",
-        ),
-        (3, {"sp_size": 3, "sequence_parallelism_mode": "all_to_all"}, "4 heads are no multiple of 3 ranks"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_named_on_every_rank(num_ranks, options, message):
-    expect_on_ranks(ConfigError, message, boost, num_ranks, options)
 
 
 class Custom(nn.Module):
@@ -68,15 +53,13 @@ def test_layers_are_found_with_an_example_only(options):
     expect_on_ranks(ConfigError, message, boost_custom, 2, options)
 
 
-def policies_apart():
+@raises_on_ranks(
+    ConfigError, r"disagree about `custom_policy`: ShardingPolicy\(rules=\(\), layers=\('layers',\).* on rank 0,", 2
+)
+def test_ranks_with_different_policies_are_named():
     options = {"pp_size": 2, "example_batch": torch.zeros(2, 4)}
     name = "blocks" if dist.get_rank() else "layers"
     boost({**options, "custom_policy": ShardingPolicy(layers=(name,))}, Custom())
-
-
-def test_ranks_with_different_policies_are_named():
-    message = r"disagree about `custom_policy`: ShardingPolicy\(rules=\(\), layers=\('layers',\).* on rank 0,"
-    expect_on_ranks(ConfigError, message, policies_apart, 2)
 
 
 def own_loss(outputs, _):
@@ -113,21 +96,3 @@ def tokens(samples):
 )
 def test_a_batch_that_cannot_be_split_raises_on_every_rank(batch, options, message):
     expect_on_ranks(ConfigError, message, execute, 2, batch, options)
-
-
-def with_others(what):
-    booster, model, optimizer = boost({"pp_size": 2})
-    custom = Custom()
-    if what == "model":
-        model = custom
-    else:
-        optimizer = torch.optim.SGD(custom.parameters(), lr=0.1)
-    booster.execute_pipeline(iter([get_model(NAME).share(0, 0, 4)]), model, own_loss, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("what", "got"), [("model", "Custom"), pytest.param("optimizer", "SGD", marks=pytest.mark.slow)]
-)
-def test_execute_pipeline_refuses_objects_that_were_not_boosted(what, got):
-    message = f"needs the {what} returned by `Booster.boost`; got `.*{got}`"
-    expect_on_ranks(TypeError, message, with_others, 2, what)

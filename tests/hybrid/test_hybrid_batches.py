@@ -5,25 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from matrix import matrix, named
+from ranked import raises_on_ranks
 from torch.utils.data import DataLoader, DistributedSampler
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
-
-
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    torch.manual_seed(3)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
+from booster_testing.models import tiny_llama
 
 
 def boosted(**options):
     booster = Booster(plugin=HybridParallelPlugin(**{"pp_size": 2, **options}))
-    model = llama()
+    model = tiny_llama()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return booster, model, optimizer
 
@@ -72,7 +66,7 @@ def train_on_a_loader_of_ones_own(options, *, is_boosted):
     data = [{"input_ids": row, "labels": row} for row in tokens]
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     booster = Booster(plugin=plugin)
-    model = llama()
+    model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, *_ = booster.boost(model, optimizer, dataloader=loader if is_boosted else None)
     if plugin.config.pipeline.size > 1:
@@ -96,7 +90,8 @@ def test_replicas_given_different_batches_raise(options):
         expect_on_ranks(ConfigError, message, train_on_a_loader_of_ones_own, 2, options, is_boosted=is_boosted)
 
 
-def draw_apart_in_the_second_step():
+@raises_on_ranks(ConfigError, "Ranks 0, 1 work on one batch", 2)
+def test_each_batch_of_a_pipeline_is_compared():
     booster, model, optimizer = boosted()
     for step in range(2):
         torch.manual_seed(torch.distributed.get_rank() * step)
@@ -105,14 +100,17 @@ def draw_apart_in_the_second_step():
         booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
 
 
-def test_each_batch_of_a_pipeline_is_compared():
-    expect_on_ranks(ConfigError, "Ranks 0, 1 work on one batch", draw_apart_in_the_second_step, 2)
-
-
-def draw_apart_after_the_first_batch(options, more, has_gradients):
+@matrix(
+    1,
+    options=named([{"tp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}], ["tp", "ring"]),
+    more=[0, 1],
+    has_gradients=[True, False],
+)
+@raises_on_ranks(ConfigError, "Ranks 0, 1 work on one batch", 2)
+def test_each_batch_of_a_loop_is_compared(options, more, has_gradients):
     """Take batches of which the second differs, in its values alone or in its rows as well."""
     booster = Booster(plugin=HybridParallelPlugin(**options))
-    model = llama()
+    model = tiny_llama()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(2):
         rank = torch.distributed.get_rank() * step
@@ -122,17 +120,6 @@ def draw_apart_after_the_first_batch(options, more, has_gradients):
         if has_gradients:
             booster.backward(loss, optimizer)
             optimizer.step()
-
-
-@matrix(
-    1,
-    options=named([{"tp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}], ["tp", "ring"]),
-    more=[0, 1],
-    has_gradients=[True, False],
-)
-def test_each_batch_of_a_loop_is_compared(options, more, has_gradients):
-    message = "Ranks 0, 1 work on one batch"
-    expect_on_ranks(ConfigError, message, draw_apart_after_the_first_batch, 2, options, more, has_gradients)
 
 
 def data_parallel_ranks_differ():
@@ -182,39 +169,6 @@ def test_the_end_of_the_data_raises_on_every_rank(count):
     assert run_on_ranks(step_through, 2, some_batches, count) == [count, count]
 
 
-def norm_with_an_error_before(options, fails):
-    booster, model, optimizer = boosted(num_microbatches=4, **options)
-    tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
-    calls = []
-
-    def breaks_at_last(outputs, _):
-        calls.append(outputs)
-        if len(calls) == 4:
-            raise KeyError
-        return outputs.loss
-
-    for criterion in ([breaks_at_last] if fails else []) + [lambda outputs, _: outputs.loss]:
-        try:
-            booster.execute_pipeline(iter([{"input_ids": tokens, "labels": tokens}]), model, criterion, optimizer)
-        except KeyError:
-            continue
-    return float(optimizer.clip_grad_by_norm(1.0))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"zero_stage": 2},
-        pytest.param({"zero_stage": 3}, marks=pytest.mark.slow),
-    ],
-    ids=["plain", "zero2", "zero3"],
-)
-def test_a_failed_batch_leaves_no_gradients(options):
-    clean, after_error = (run_on_ranks(norm_with_an_error_before, 4, options, fails) for fails in (False, True))
-    assert after_error == clean
-
-
 class Streaming:
     """A data set with a generator of its own, which goes on with each sample that is read."""
 
@@ -232,7 +186,7 @@ class Streaming:
 def read_on_after_boost():
     data = Streaming()
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
-    booster.boost(llama(), dataloader=DataLoader(data, batch_size=2))
+    booster.boost(tiny_llama(), dataloader=DataLoader(data, batch_size=2))
     return data[0]["input_ids"].tolist()
 
 

@@ -154,12 +154,6 @@ def test_buckets_are_averaged_while_backward_runs():
         assert len(sent) == 1  # of 25 MiB, all is in one bucket
 
 
-def unused():
-    booster, model, optimizer = boosted(DataParallelConfig(unused="raise"))
-    booster.backward(model(torch.randn(4, 64)), optimizer)
-    optimizer.step()
-
-
 def boost_twice(options):
     """Return what the project's logger says on this rank, and what `describe` says."""
     booster = Booster("cpu", plugin="hybrid" if options is None else HybridParallelPlugin(**options))

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from booster_core import Booster
+from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
 from booster_testing.memory import peak_memory
+from booster_testing.models import tiny_llama
 
 WARM_UP, STEPS = 100, 300
 MESHES = {
@@ -24,13 +26,8 @@ MESHES = {
 
 
 def boosted(options):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from booster_hybrid import HybridParallelPlugin
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     torch.manual_seed(3)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=4, **sizes))
+    model = tiny_llama(num_hidden_layers=4)
     booster = Booster(plugin=HybridParallelPlugin(**options))
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     return booster, model, optimizer

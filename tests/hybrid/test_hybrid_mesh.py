@@ -1,14 +1,18 @@
-"""The groups of ranks that the plugin communicates in, by arithmetic, under every order of the axes."""
+"""The groups of ranks that the plugin communicates in, by arithmetic, under every order of the axes, and on ranks."""
 
 from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from booster_core.errors import ConfigError
-from booster_hybrid.config import HybridConfig
-from booster_hybrid.mesh import AXES, COMMUNICATING, check_order, mesh_shape
+from booster_hybrid.mesh import AXES, COMMUNICATING, MeshShape, make_axes, mesh_shape, with_experts
+from booster_testing import run_on_ranks
 
 ORDERS = list(itertools.permutations(AXES))
 SIZES = [(1, {}), (6, {"tp": 3}), (24, {"pp": 2, "sp": 3, "tp": 2}), (512, {"pp": 4, "sp": 2, "tp": 8})]
@@ -37,7 +41,92 @@ def test_every_group_is_right_under_every_order(order, case):
                 assert [places[rank][axes[0]] for rank in ranks] == [*range(shape.sizes[axes[0]])]
 
 
-def test_the_config_checks_the_order():
-    with pytest.raises(ConfigError, match="must name each of 'dp', 'pp', 'sp', 'tp' once"):
-        HybridConfig(mesh_order=("pp", "dp"))
-    assert check_order(["tp", "sp", "pp", "dp"]) == ("tp", "sp", "pp", "dp")
+EXPERT_SIZES = [(4, {}, 2), (4, {}, 4), (8, {"tp": 2}, 2), (48, {"pp": 2, "sp": 3, "tp": 2}, 2)]
+
+
+@pytest.mark.parametrize(("order", "case"), [*itertools.product(ORDERS, EXPERT_SIZES)])
+def test_experts_are_spread_over_neighbours_of_the_data_parallel_axis(order, case):
+    world_size, sizes, ep_size = case
+    shape = mesh_shape(sizes, order, world_size)
+    split = with_experts(shape, ep_size)
+    for rank in range(world_size):
+        before, after = shape.coordinates(rank), split.coordinates(rank)
+        assert before == {**{name: after[name] for name in AXES if name != "dp"}, "dp": before["dp"]}
+        assert (after["edp"], after["ep"]) == divmod(before["dp"], ep_size)
+    for spread in split.groups(("ep",)):
+        for alike in split.groups(("edp", "sp")):
+            assert len(set(spread) & set(alike)) <= 1
+    # Those that reduce gradients of experts, and those that have the others, are together those that reduce the rest.
+    for reducing in shape.groups(("dp", "sp")):
+        inside = [ranks for ranks in split.groups(("edp", "sp")) if set(ranks) <= set(reducing)]
+        assert sorted(rank for ranks in inside for rank in ranks) == reducing
+        assert len(inside) == ep_size
+
+
+def test_a_size_that_does_not_divide_the_data_parallel_size_is_named():
+    message = r"`ep_size=4` does not divide the data parallel size 6, .* 12 ranks. Use one of 1, 2, 3, 6"
+    with pytest.raises(ConfigError, match=message):
+        with_experts(mesh_shape({"tp": 2}, AXES, 12), 4)
+
+
+_SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
+    lambda sizes: MeshShape(dict(zip(["dp", "pp", "sp", "tp"], sizes, strict=False)))
+)
+
+
+@given(_SHAPES)
+def test_coordinates_are_row_major(shape):
+    for rank in range(shape.world_size):
+        assert [*shape.coordinates(rank).values()] == [*np.unravel_index(rank, [*shape.sizes.values()])]
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([1, 8, 64, 512, 4096]), st.sampled_from([1, 2, 8]), st.sampled_from([1, 4]))
+def test_an_axis_takes_what_is_left_of_thousands_of_ranks(world_size, tp_size, pp_size):
+    if world_size % (tp_size * pp_size):
+        with pytest.raises(ConfigError, match="does not divide the world size"):
+            mesh_shape({"pp": pp_size, "tp": tp_size}, ("dp", "pp", "tp"), world_size)
+        return
+    shape = mesh_shape({"pp": pp_size, "tp": tp_size}, ("dp", "pp", "tp"), world_size)
+    assert shape.world_size == world_size
+    assert len(shape.groups(["dp"])) == tp_size * pp_size
+
+
+def test_sizes_that_do_not_divide_the_world_are_named_with_those_that_would():
+    with pytest.raises(
+        ConfigError, match=r"`pp_size=1 \* tp_size=3` is 3, which does not divide the world size 8.*1, 2, 4, 8"
+    ):
+        mesh_shape({"tp": 3}, ("dp", "pp", "tp"), 8)
+
+
+def test_a_size_below_one_is_refused():
+    with pytest.raises(ConfigError, match=r"`tp_size=0` must be at least 1"):
+        MeshShape({"tp": 0})
+
+
+def _axes():
+    made = make_axes(MeshShape({"dp": 2, "tp": 2}), [("tp",), ("dp",), ("dp", "tp")])
+    return {axes: (axis.ranks, axis.index, axis.group.size()) for axes, axis in made.items()}
+
+
+def test_each_rank_gets_the_groups_it_is_in():
+    of_ranks = run_on_ranks(_axes, 4)
+    assert of_ranks[2] == {("tp",): ((2, 3), 0, 2), ("dp",): ((0, 2), 1, 2), ("dp", "tp"): ((0, 1, 2, 3), 2, 4)}
+
+
+def _calls():
+    calls = []
+    make = dist.new_group
+    dist.new_group = lambda ranks, **kwargs: calls.append(ranks) or make(ranks, **kwargs)
+    try:
+        made = make_axes(MeshShape({"dp": 2, "pp": 1, "tp": 2}), [("tp",), ("pp",), ("dp",), ("pp", "tp"), ()])
+    finally:
+        dist.new_group = make
+    assert made["tp",] is made["pp", "tp"]
+    assert made["pp",] is made[()]
+    return calls
+
+
+def test_a_rank_makes_only_the_groups_it_is_in():
+    of_ranks = run_on_ranks(_calls, 4)
+    assert of_ranks[2] == [[2, 3], [2], [0, 2]]

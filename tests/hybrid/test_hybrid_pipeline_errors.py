@@ -10,26 +10,24 @@ import torch
 from forked_scripts import torchrun_variables
 from matrix import matrix, named
 from model_zoo import get_model
+from ranked import on_ranks, raises_on_ranks
 
 from booster_core import Booster
 from booster_core.errors import AbsentValueError, ConfigError, GradientError
+from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
 
 ZOO = "transformers/llama"
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     torch.manual_seed(3)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=4, **sizes))
+    return tiny_llama(num_hidden_layers=4)
 
 
 def boosted(**options):
-    from booster_hybrid import HybridParallelPlugin
-
     booster = Booster(plugin=HybridParallelPlugin(**{"pp_size": 2, **options}))
     model = llama()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -81,29 +79,23 @@ def test_an_error_in_the_criterion_raises_on_every_rank(criterion, kind, message
     expect_on_ranks(kind, message, execute, 4, criterion, 4, options)
 
 
-def gradients_of_own_names():
+@raises_on_ranks(ConfigError, r"`full_gradient`.*take the names from the model before `boost`", 2)
+def test_ranks_that_ask_for_gradients_of_their_own_stages_raise():
     booster, model, _ = boosted()
     for name, _ in model.unwrap().named_parameters():
         full_gradient(booster, model, name)
 
 
-def test_ranks_that_ask_for_gradients_of_their_own_stages_raise():
-    expect_on_ranks(
-        ConfigError, r"`full_gradient`.*take the names from the model before `boost`", gradients_of_own_names, 2
-    )
-
-
 ONE_FAILS = """
 import pathlib, sys, time
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from booster_core import Booster, launch_from_torch
 from booster_hybrid import HybridParallelPlugin
+from booster_testing.models import tiny_llama
 
 failing, style = int(sys.argv[1]), sys.argv[2]
 rank = launch_from_torch(timeout_seconds=1200.0).rank
-sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=4, **sizes))
+model = tiny_llama(num_hidden_layers=4)
 booster = Booster(plugin=HybridParallelPlugin(pp_size=2, tp_size=2, pp_style=style))
 model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -150,46 +142,17 @@ class FirstOfNothing(torch.nn.Module):
         return x.to(next(self.tower.named_parameters())[1].dtype) if self.layers[1].weight.sum() else x
 
 
-def ask_for_the_first():
-    from booster_hybrid import HybridParallelPlugin, ShardingPolicy
-
+@raises_on_ranks(ConfigError, r"`forward` .* took the first of nothing", 2)
+def test_the_first_parameter_of_a_part_without_any_raises_on_every_rank():
     example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.ones(4, 4)}
     booster, model = Booster(plugin=HybridParallelPlugin(pp_size=2, **example)), FirstOfNothing()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     booster.execute_pipeline(iter([torch.ones(4, 4)]), model, lambda outputs, _: outputs.sum(), optimizer)
 
 
-def test_the_first_parameter_of_a_part_without_any_raises_on_every_rank():
-    expect_on_ranks(ConfigError, r"`forward` .* took the first of nothing", ask_for_the_first, 2)
-
-
-def goes_on_after_an_error():
-    booster, model, optimizer = boosted()
-    losses = []
-    for criterion in (own_loss, broken, own_loss):
-        try:
-            result = booster.execute_pipeline(iter([batch()]), model, criterion, optimizer)
-        except KeyError:
-            continue
-        losses.append(result["loss"])
-        optimizer.zero_grad()
-    return None if losses[0] is None else [float(loss) for loss in losses]
-
-
-def test_a_pipeline_can_be_used_after_an_error():
-    first, last = run_on_ranks(goes_on_after_an_error, 2)
-    assert first is None
-    assert last[0] == last[1]
-
-
 def call_the_model():
     _, model, _ = boosted()
     model(**batch())
-
-
-def generate():
-    _, model, _ = boosted()
-    model.unwrap().generate(batch()["input_ids"], max_new_tokens=1)
 
 
 def backward():
@@ -199,19 +162,10 @@ def backward():
 
 @pytest.mark.parametrize(
     "function",
-    [pytest.param(call_the_model, marks=pytest.mark.slow), generate, pytest.param(backward, marks=pytest.mark.slow)],
+    [call_the_model, pytest.param(backward, marks=pytest.mark.slow)],
 )
 def test_calling_the_model_or_backward_is_refused_in_a_pipeline(function):
     expect_on_ranks((ConfigError, AbsentValueError), "execute_pipeline", function, 2)
-
-
-def without_pipeline():
-    booster, model, optimizer = boosted(pp_size=1)
-    booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
-
-
-def test_execute_pipeline_without_a_pipeline_is_refused():
-    expect_on_ranks(ConfigError, "`execute_pipeline` needs a pipeline, and `pp_size=1` makes none", without_pipeline, 2)
 
 
 def few_microbatches():
@@ -242,10 +196,10 @@ class Deep(torch.nn.Module):
         return self.blocks[1](x).flatten(1)
 
 
-def send_many_dimensions():
-    from booster_hybrid import HybridParallelPlugin
-    from booster_hybrid.policy.base import ShardingPolicy
-
+@raises_on_ranks(
+    ConfigError, r"can't send argument 'input' of layer 'blocks\.1': it is of torch\.float32 and has 10 dimensions", 2
+)
+def test_activations_that_cannot_be_sent_are_named_on_every_rank():
     policy = ShardingPolicy(layers=("blocks",))
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2, custom_policy=policy, example_batch=torch.ones(2, 4)))
     model = Deep()
@@ -253,14 +207,8 @@ def send_many_dimensions():
     booster.execute_pipeline(iter([torch.ones(4, 4)]), model, lambda outputs, _: outputs.mean(), optimizer)
 
 
-def test_activations_that_cannot_be_sent_are_named_on_every_rank():
-    message = r"can't send argument 'input' of layer 'blocks\.1': it is of torch\.float32 and has 10 dimensions"
-    expect_on_ranks(ConfigError, message, send_many_dimensions, 2)
-
-
-def make_the_optimizer_later():
-    from booster_hybrid import HybridParallelPlugin
-
+@on_ranks(2)
+def test_a_pipeline_without_an_optimizer_evaluates_and_does_not_train():
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
     model = booster.boost(llama()).model
     loss = booster.execute_pipeline(iter([batch()]), model, own_loss)["loss"]
@@ -274,13 +222,7 @@ def make_the_optimizer_later():
         local[0].square().sum().backward()
 
 
-def test_a_pipeline_without_an_optimizer_evaluates_and_does_not_train():
-    run_on_ranks(make_the_optimizer_later, 2)
-
-
 def unfreeze(part, style):
-    from booster_hybrid import HybridParallelPlugin
-
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2, pp_style=style))
     model = llama()
     frozen = model.get_submodule(part).requires_grad_(requires_grad=False)

@@ -12,12 +12,12 @@ import torch
 from cases import Case, Setting, assert_equals_one_process
 from handwritten_gpts import Config, FusedGPT, policy
 from matrix import matrix, named
+from ranked import on_ranks
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster_core.errors import BoosterError
 from booster_hybrid import HybridParallelPlugin, gathered_matrices
-from booster_testing import run_on_ranks
 
 
 def tokens(number, replica):
@@ -159,7 +159,8 @@ class Failing(torch.optim.Muon):
         return super().step(closure)
 
 
-def fail_on_one_rank():
+@on_ranks(2)
+def test_a_step_that_fails_on_one_rank_raises_on_all_and_leaves_groups_as_they_were():
     model = gpt()
     booster = Setting(with_policy, {"tp_size": 2}).make_booster()
     model, optimizer, *_ = booster.boost(model, Failing(matrices_of(model)))
@@ -169,26 +170,22 @@ def fail_on_one_rank():
     match = "no memory is left" if torch.distributed.get_rank() else "Failing has failed on another rank"
     with pytest.raises(RuntimeError if torch.distributed.get_rank() else BoosterError, match=match):
         optimizer.step()
-    return all(
+    assert all(
         one is other
         for group, kept in zip(optimizer.param_groups, before, strict=True)
         for one, other in zip(group["params"], kept, strict=True)
     )
 
 
-def test_a_step_that_fails_on_one_rank_raises_on_all_and_leaves_groups_as_they_were():
-    assert run_on_ranks(fail_on_one_rank, 2) == [True, True]
-
-
-def objects_sent_by_steps(steps):
-    """Return how many pickles each step of Muon has sent."""
+@on_ranks(2)
+def test_steps_of_muon_send_no_pickles_after_the_first_one():
     model = gpt()
     booster = Setting(with_policy, {"tp_size": 2}).make_booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.Muon(matrices_of(model), lr=0.02))
     sent, counts, send = [], [], gathered_matrices.all_gather_object
     gathered_matrices.all_gather_object = lambda *args: sent.append(args) or send(*args)
     try:
-        for number in range(steps):
+        for number in range(3):
             sent.clear()
             booster.backward(model(**gpt_batch(number, 0))[1], optimizer)
             optimizer.step()
@@ -196,10 +193,5 @@ def objects_sent_by_steps(steps):
             counts.append(len(sent))
     finally:
         gathered_matrices.all_gather_object = send
-    return counts
-
-
-def test_steps_of_muon_send_no_pickles_after_the_first_one():
-    for counts in run_on_ranks(objects_sent_by_steps, 2, 3):
-        assert counts[0] > 0
-        assert counts[1:] == [0, 0]
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, decayed, train_boosted
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -124,7 +125,8 @@ def inputs(step, rank):
     return torch.randn(4, 256, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def choose():
+@on_ranks(2, timeout_seconds=30)
+def test_ranks_may_use_other_parts_of_a_layer():
     booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=3))
     net, plain = Mixture(), Mixture()
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -142,10 +144,6 @@ def choose():
         for each in (optimizer, plain_optimizer):
             each.step()
             each.zero_grad()
-
-
-def test_ranks_may_use_other_parts_of_a_layer():
-    run_on_ranks(choose, 2, timeout_seconds=30)
 
 
 def memory_of(stage):
@@ -194,11 +192,6 @@ def test_a_rank_keeps_its_share_of_parameters_gradients_and_state():
         # Of 8 layers one is used, one has been, and the next one comes; their buffers are used again.
         assert most <= 3 / 8 * parameters
         assert kept <= whole / 2 + 3 / 8 * parameters
-
-
-def test_options_of_other_stages_raise():
-    with pytest.raises(ConfigError, match="`overlap_allgather=True` is for stages 1 and 2"):
-        ZeroConfig(stage=3, overlap_allgather=True)
 
 
 def save_and_go_on(folder):

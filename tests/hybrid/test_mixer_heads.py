@@ -18,6 +18,7 @@ from cases import Case, Setting, assert_equals_one_process, own_loss
 from compiler_warnings import ignore_compiler_warnings
 from matrix import matrix, named
 from model_parity import assert_parts_of_gradients
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,7 +31,7 @@ from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.mixer_heads import ForwardOfHeads
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_runtime import LazyInitContext
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import Tolerance
 
 DELTA = {
@@ -249,18 +250,10 @@ def test_fewer_heads_than_ranks_are_left_to_other_rules(case):
     run_on_ranks(one_group, 2, *case)
 
 
-def state_space_of_one_group() -> None:
+@raises_on_ranks(ConfigError, r"'backbone\.layers\.0\.mixer.*has 1 .*heads.*`zero_stage=3`", 2)
+def test_a_model_none_of_whose_layers_can_be_split_is_refused() -> None:
     model = whole_model_of("Mamba2Mixer", n_groups=1)
     Booster(plugin=HybridParallelPlugin(tp_size=2)).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_a_model_none_of_whose_layers_can_be_split_is_refused():
-    expect_on_ranks(
-        ConfigError,
-        r"'backbone\.layers\.0\.mixer.*has 1 .*heads.*`zero_stage=3`",
-        state_space_of_one_group,
-        2,
-    )
 
 
 def case_of(kind: str) -> Case:
@@ -348,7 +341,9 @@ def test_split_heads_generate_and_have_adapters(case):
     run_on_ranks(generate_and_adapt, 2, *case)
 
 
-def with_a_kernel_for_all(kind: str) -> None:
+@matrix(["FalconH1Mixer"], kind=["FalconH1Mixer", "BambaMixer"])
+@on_ranks(2)
+def test_kernels_for_a_whole_part_are_not_used_for_some_heads(kind: str) -> None:
     """A kernel that takes the last weight itself must not be asked: nobody would sum what it returns."""
     whole = whole_model_of(kind)
     model = copy.deepcopy(whole)
@@ -365,8 +360,3 @@ def with_a_kernel_for_all(kind: str) -> None:
     found = own_loss(model(**batch_of(0, 0)), None)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
     assert all(each.training for each in model.modules())
-
-
-@matrix(["FalconH1Mixer"], kind=["FalconH1Mixer", "BambaMixer"])
-def test_kernels_for_a_whole_part_are_not_used_for_some_heads(kind):
-    run_on_ranks(with_a_kernel_for_all, 2, kind)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, own_loss, train_boosted
+from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core.errors import ConfigError
@@ -115,15 +116,11 @@ class Choosing(Skipping):
         self.skipped = (5,)
 
 
-def call_another_layer():
+@raises_on_ranks(ConfigError, r"layer 'layers\.5', which the dry run at `boost` did not", 2)
+def test_a_layer_that_the_dry_run_did_not_call_is_named_on_every_rank():
     booster, model, optimizer = boosted(Choosing())
     model.unwrap().skipped = ()
     booster.execute_pipeline(iter([torch.ones(4, 4)]), model, own_loss, optimizer)
-
-
-def test_a_layer_that_the_dry_run_did_not_call_is_named_on_every_rank():
-    message = r"layer 'layers\.5', which the dry run at `boost` did not"
-    expect_on_ranks(ConfigError, message, call_another_layer, 2)
 
 
 def train_drawing(draw):

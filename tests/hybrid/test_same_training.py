@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -86,31 +87,26 @@ def step(booster, boosted, tokens, penalty=0.0):
     boosted.optimizer.zero_grad()
 
 
-def freeze_on_one(options):
+@pytest.mark.parametrize("options", [TENSOR, GATHERED, RING], ids=["tp", "split_gather", "ring"])
+@raises_on_ranks(ConfigError, r"'blocks\.1\.norm\.weight' is frozen on rank 0 and trained on rank 1", 2)
+def test_what_is_frozen_on_one_rank_alone_raises_on_both(options):
     booster, boosted, model, tokens = boost(options)
     step(booster, boosted, tokens)
     model.blocks[1].norm.requires_grad_(dist.get_rank() == 1)
     step(booster, boosted, tokens)
 
 
-@pytest.mark.parametrize("options", [TENSOR, GATHERED, RING], ids=["tp", "split_gather", "ring"])
-def test_what_is_frozen_on_one_rank_alone_raises_on_both(options):
-    message = r"'blocks\.1\.norm\.weight' is frozen on rank 0 and trained on rank 1"
-    expect_on_ranks(ConfigError, message, freeze_on_one, 2, options)
-
-
-def freeze_and_thaw():
+@on_ranks(2)
+def test_what_is_frozen_and_thawed_on_all_ranks_trains():
     booster, boosted, model, tokens = boost(GATHERED)
     for is_frozen in (True, False):
         model.blocks[1].norm.requires_grad_(not is_frozen)
         step(booster, boosted, tokens)
 
 
-def test_what_is_frozen_and_thawed_on_all_ranks_trains():
-    run_on_ranks(freeze_and_thaw, 2)
-
-
-def infers_first(options):
+@pytest.mark.parametrize("options", [TENSOR, GATHERED, RING], ids=["tp", "split_gather", "ring"])
+@on_ranks(2)
+def test_a_first_forward_in_inference_mode_changes_nothing(options):
     """Return the parameters after a step, with and without a first forward in inference mode."""
     found = []
     for infers in (False, True):
@@ -121,11 +117,6 @@ def infers_first(options):
         step(booster, boosted, tokens)
         found.append(whole_model(booster, boosted.model))
     assert_same_tensors(*found, EXACT)
-
-
-@pytest.mark.parametrize("options", [TENSOR, GATHERED, RING], ids=["tp", "split_gather", "ring"])
-def test_a_first_forward_in_inference_mode_changes_nothing(options):
-    run_on_ranks(infers_first, 2, options)
 
 
 def penalize(names, options, begins_at=0):
@@ -237,16 +228,12 @@ def test_a_heads_table_is_read_by_the_head_alone(stage):
     run_on_ranks(use_head, 2, {"zero_stage": stage})
 
 
-def change_on_one():
+@raises_on_ranks(GradientError, r"'blocks\.0\.norm\.bias' \(rank 0 against rank 1\)", 2)
+def test_copies_that_differ_after_the_first_step_raise():
     booster, boosted, model, tokens = boost(TENSOR)
     with torch.no_grad():
         model.blocks[0].norm.bias.add_(1e-6 * dist.get_rank())
     step(booster, boosted, tokens)
-
-
-def test_copies_that_differ_after_the_first_step_raise():
-    message = r"'blocks\.0\.norm\.bias' \(rank 0 against rank 1\)"
-    expect_on_ranks(GradientError, message, change_on_one, 2)
 
 
 def drop(options, begins_at, is_seeded):

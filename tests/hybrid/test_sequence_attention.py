@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from defined_attention import attention_as_defined
 from matrix import matrix
 from torch import nn
 
-from booster_core.errors import ConfigError
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 BATCH, SIZE, VALUE_SIZE = 3, 4, 5
 
@@ -104,41 +102,6 @@ def attends_in_all_ways(mode, heads, key_heads, length):
 )
 def test_parts_of_a_sequence_attend_as_the_whole_does(mode, num_ranks, heads, key_heads, length):
     run_on_ranks(attends_in_all_ways, num_ranks, mode, heads, key_heads, length)
-
-
-def attends_without_dividing_heads():
-    attends("ring_attn", 3, 1, 11, "causal")
-    attends("all_to_all", 3, 1, 11, "causal")
-
-
-def test_only_the_exchange_of_heads_needs_heads_that_divide():
-    expect_on_ranks(ConfigError, "3 heads are no multiple of 2 ranks", attends_without_dividing_heads, 2)
-
-
-def drops():
-    """With an identity for values, outputs are the weights: dropped ones are zero, the others grow."""
-    group = RankGroup.of(None)
-    length, dropout = 64, 0.25
-    layout = SequenceLayout(length, group.size, zigzag=True)
-    query, key = torch.zeros(1, 2, length, 4), torch.zeros(1, 2, length, 4)
-    value = torch.eye(length).expand(1, 2, -1, -1)
-    local = [layout.take(each, 2, group.rank).clone().requires_grad_() for each in (query, key, value)]
-    torch.manual_seed(group.rank)
-    call = AttentionCall(Visibility(None, is_causal=False), layout, group, dropout=dropout)
-    weights = ring_attention(*local, call) * length
-    kept = weights != 0
-    assert float(kept.float().mean()) == pytest.approx(1 - dropout, abs=0.05)
-    torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1 / (1 - dropout)))
-    # The gradient of a sum of columns is what the column's kept weights sum up to, over all ranks' queries.
-    weights.sum().backward()
-    columns = weights.detach().sum(2)
-    dist.all_reduce(columns)
-    mine = layout.take(columns.unsqueeze(-1), 2, group.rank)
-    torch.testing.assert_close(local[2].grad, mine.expand_as(local[2].grad))
-
-
-def test_attention_dropout_matches_in_backward():
-    run_on_ranks(drops, 2)
 
 
 def attends_across(lengths, what):

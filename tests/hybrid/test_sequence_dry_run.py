@@ -10,6 +10,7 @@ import torch.distributed as dist
 from compiler_warnings import ignore_compiler_warnings
 from family_models import batch_of, build
 from matrix import matrix, named
+from ranked import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -135,18 +136,17 @@ def lazy(kind):
     return model
 
 
-def refused_lazily():
+@on_ranks(2)
+def test_lazy_models_are_checked_with_random_weights():
     for mode in MODES:
         with pytest.raises(ConfigError, match="does not call its attention through"):
             boosted(lazy("own scores"), mode, loader_of(16))
         boosted(lazy("torch's"), mode, loader_of(16))
 
 
-def test_lazy_models_are_checked_with_random_weights():
-    run_on_ranks(refused_lazily, 2)
-
-
-def unchanged(mode):
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_the_check_leaves_model_and_generators_as_they_are(mode):
     """Nothing of the model, the generators or the loader is changed by the check."""
     loader = loader_of(16)
     torch.manual_seed(3)
@@ -164,11 +164,6 @@ def unchanged(mode):
         assert torch.equal(inside.state_dict()[name], tensor), name
     assert all("forward" not in vars(each) for each in inside.modules() if not isinstance(each, Layer))
     assert inside.training
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_check_leaves_model_and_generators_as_they_are(mode):
-    run_on_ranks(unchanged, 2, mode)
 
 
 class Drawn(Dataset):
@@ -190,19 +185,16 @@ class Failing(Drawn):
         return super().__getitem__(index)
 
 
-def boosts(mode):
+@matrix(["ring_attn"], mode=MODES)
+@on_ranks(2)
+def test_a_batch_that_shows_little_is_no_reason(mode):
+    """Too short to split, as many samples as positions, other ones on each rank, or not to be read at boost."""
     for loader in (loader_of(1), loader_of(2, samples=2), DataLoader(Drawn())):
         boosted(plain("torch's"), mode, loader)
         boosted(tiny_llama(num_hidden_layers=2), mode, loader)
     boosted(tiny_llama(num_hidden_layers=2), mode, DataLoader(Failing()))
     with pytest.raises(ConfigError, match=r"could not be checked.*there was no batch"):
         boosted(plain("torch's"), mode, DataLoader(Failing()))
-
-
-@matrix(["ring_attn"], mode=MODES)
-def test_a_batch_that_shows_little_is_no_reason(mode):
-    """Too short to split, as many samples as positions, other ones on each rank, or not to be read at boost."""
-    run_on_ranks(boosts, 2, mode)
 
 
 def compiled(mode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
@@ -14,7 +15,6 @@ from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
 from booster_hybrid.probe.sequences import check_sequences
-from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 HIDDEN, HEADS, LIMIT, LONG = 16, 4, 200, 301
@@ -81,14 +81,11 @@ def tokens_of(length):
     return torch.arange(3 * length).view(3, length) % 32
 
 
-def at_boost():
+@on_ranks(2)
+def test_an_example_as_long_as_batches_are_shows_it_at_boost():
     for change in (branch, table, slopes):
         with pytest.raises(ConfigError, match="changes what Model computes"):
             boosted(make(change), "all_to_all", example_batch=tokens_of(LONG))
-
-
-def test_an_example_as_long_as_batches_are_shows_it_at_boost():
-    run_on_ranks(at_boost, 2)
 
 
 def far_away(hidden, _):
@@ -109,7 +106,9 @@ def plain(hidden, _):
     return (hidden + filler[..., None]).reshape(hidden.shape[0], -1, 2, HIDDEN // 2).flatten(-2)
 
 
-def as_one_process(mode):
+@matrix(["all_to_all"], mode=["all_to_all", "ring_attn"])
+@on_ranks(2)
+def test_layers_that_do_the_same_at_every_length_run_at_every_length(mode):
     for change in (far_away, numbered, plain):
         model, whole = boosted(make(change), mode), make(change)
         for length in (2, 60, LONG):
@@ -117,11 +116,6 @@ def as_one_process(mode):
     model, whole = boosted(make(unused), mode, example_batch=tokens_of(LONG)), make(unused)
     for length in (60, LONG):
         torch.testing.assert_close(model(tokens_of(length)), whole(tokens_of(length)))
-
-
-@matrix(["all_to_all"], mode=["all_to_all", "ring_attn"])
-def test_layers_that_do_the_same_at_every_length_run_at_every_length(mode):
-    run_on_ranks(as_one_process, 2, mode)
 
 
 class Scaled(LlamaDecoderLayer):
@@ -134,7 +128,8 @@ class Sloped(LlamaDecoderLayer):
         return super().forward(slopes(hidden_states, None), *args, **kwargs)
 
 
-def of_transformers():
+@on_ranks(2)
+def test_between_blocks_as_well():
     for kind in (Scaled, Sloped):
         model = tiny_llama(num_hidden_layers=2, max_position_embeddings=2 * LONG)
         model.model.layers[1].__class__ = kind
@@ -142,16 +137,13 @@ def of_transformers():
             boosted(model, "split_gather", tp_size=2, example_batch=tokens_of(LONG))
 
 
-def test_between_blocks_as_well():
-    run_on_ranks(of_transformers, 2)
-
-
 class OfWhole(LlamaMLP):
     def forward(self, x):
         return super().forward(slopes(branch(x, None), None))
 
 
-def whole_blocks():
+@on_ranks(2)
+def test_blocks_that_get_whole_sequences_may_ask_for_their_length():
     model, whole = (tiny_llama(num_hidden_layers=2, max_position_embeddings=2 * LONG) for _ in range(2))
     whole.load_state_dict(model.state_dict())
     for layer in (*model.model.layers, *whole.model.layers):
@@ -159,10 +151,6 @@ def whole_blocks():
     model = boosted(model, "split_gather", tp_size=2, parallel_output=False)
     found, expected = model(tokens_of(LONG)).logits, whole(tokens_of(LONG)).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_blocks_that_get_whole_sequences_may_ask_for_their_length():
-    run_on_ranks(whole_blocks, 2)
 
 
 @pytest.mark.parametrize(("sizes", "text"), [((8, 1), "4 heads are no multiple of 8"), ((2, 4), "1 heads are no mul")])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cases import Setting, assert_equals_one_process, decayed, own_loss, zoo_case
 from matrix import matrix, named
 from model_zoo import get_model
+from ranked import on_ranks
 from torch.nn import functional
 
 from booster_core import Booster
@@ -77,30 +78,23 @@ def test_sequences_of_any_length_padded_or_not_train_as_on_one_process(options, 
     assert_equals_one_process(llama_case(length, padding, no_effect=no_effect), setting)
 
 
+# test_parity.py has the other meshes, and test_ring_attention.py rings of any size
 @matrix(
-    ["ring4"],  # test_ring_attention.py has rings of any size
-    options=named(
-        [
-            ULYSSES,
-            {**ULYSSES, "zero_stage": 1},
-            {**RING, "zero_stage": 2, "parallel_output": True},
-            {**ULYSSES, "tp_size": 2},
-            {**RING, "tp_size": 2, "parallel_output": True},
-            {**SPLIT, "zero_stage": 1},
-            {**RING, "sp_size": 4},
-        ],
-        ["sp2dp2", "sp2dp2zero1", "ring2dp2zero2", "sp2tp2", "ring2tp2", "split2dp2zero1", "ring4"],
-    ),
+    ["ring4"],
+    **{
+        "options, num_ranks": named(
+            [
+                ({**RING, "sp_size": 4}, 4),
+                ({**RING, "zero_stage": 2, "parallel_output": True}, 4),
+                ({**RING, "sp_size": 4, "tp_size": 2, "mesh_order": ("dp", "pp", "tp", "sp")}, 8),
+            ],
+            ["ring4", "ring2dp2zero2", "ring4tp2"],
+            joint=True,
+        )
+    },
 )
-def test_sequence_times_other_axes_train_as_on_one_process(options):
-    assert_equals_one_process(llama_case(9, "right"), Setting(HybridParallelPlugin, options, 4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh_order", [("dp", "pp", "sp", "tp"), ("dp", "pp", "tp", "sp")], ids=["tp", "sp"])
-def test_a_ring_times_split_layers_train_as_on_one_process(mesh_order):
-    options = {**RING, "sp_size": 4, "tp_size": 2, "mesh_order": mesh_order}
-    assert_equals_one_process(llama_case(21, "left"), Setting(HybridParallelPlugin, options, 8))
+def test_larger_meshes_with_rings_train_as_on_one_process(options, num_ranks):
+    assert_equals_one_process(llama_case(21, "left"), Setting(HybridParallelPlugin, options, num_ranks))
 
 
 def without_labels(step, replica):
@@ -120,7 +114,9 @@ def test_a_custom_criterion_gets_whole_logits(options):
     assert_equals_one_process(case, Setting(HybridParallelPlugin, options))
 
 
-def checkpointed(options):
+@matrix(["all_to_all"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
+@on_ranks(2)
+def test_layers_that_are_computed_again_give_the_same_gradients(options):
     """Two batches of different lengths are underway when layers are computed again."""
     gradients = []
     for switch in (None, "booster", "transformers"):
@@ -143,12 +139,9 @@ def checkpointed(options):
             torch.testing.assert_close(found[key], gradient, **TOLERANCE, msg=key)
 
 
-@matrix(["all_to_all"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
-def test_layers_that_are_computed_again_give_the_same_gradients(options):
-    run_on_ranks(checkpointed, 2, options)
-
-
-def dropped(options):
+@MODES
+@on_ranks(2)
+def test_dropout_differs_between_parts_of_a_sequence(options):
     name = "transformer.h.1.mlp.dropout"
     _, model, _ = boosted("transformers/gpt2_lm", options, dropouts=[name])
     seen = []
@@ -165,24 +158,19 @@ def dropped(options):
     assert torch.equal(after[0][1], after[1][1])  # outside of the layers all draw alike
 
 
-def draws_nothing(options):
+@matrix(["ring_attn"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
+@on_ranks(2)
+def test_a_model_without_dropout_draws_no_numbers(options):
     _, model, _ = boosted("transformers/gpt2_lm", options)
     before = torch.get_rng_state()
     model(**batch_of(0, 8, None))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@MODES
-def test_dropout_differs_between_parts_of_a_sequence(options):
-    run_on_ranks(dropped, 2, options)
-
-
-@matrix(["ring_attn"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
-def test_a_model_without_dropout_draws_no_numbers(options):
-    run_on_ranks(draws_nothing, 2, options)
-
-
-def masked(options):
+# test_sequence_masks.py has masks of every shape
+@matrix(["split_gather"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
+@on_ranks(2)
+def test_custom_masks_are_respected(options):
     mask = torch.zeros(4, 1, 12, 12).masked_fill(
         torch.rand(12, 12, generator=torch.Generator().manual_seed(0)) < 0.3, -9
     )
@@ -190,12 +178,6 @@ def masked(options):
     _, model, _ = boosted("transformers/llama", options)
     expected = get_model("transformers/llama").seeded()
     torch.testing.assert_close(model(**batch).logits, expected(**batch).logits)
-
-
-# test_sequence_masks.py has masks of every shape
-@matrix(["split_gather"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
-def test_custom_masks_are_respected(options):
-    run_on_ranks(masked, 2, options)
 
 
 def keeps_others_as_they_are(folder):
@@ -241,11 +223,6 @@ def test_unsupported_adapters_are_named(name, options, more, message):
         run_on_ranks(boost_and_run, 2, name, options, **more)
     else:
         expect_on_ranks(ConfigError, message, boost_and_run, 2, name, options, **more)
-
-
-def test_heads_that_do_not_divide_are_refused_on_every_rank():
-    options = {"sp_size": 3, "sequence_parallelism_mode": "all_to_all"}
-    expect_on_ranks(ConfigError, "4 heads are no multiple of 3 ranks", boost_and_run, 3, "llama", options)
 
 
 def generate(options):

@@ -9,6 +9,7 @@ import torch
 from cases import Case, Setting, assert_equals_one_process, train_boosted
 from matrix import matrix
 from model_zoo import get_model
+from ranked import raises_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -149,14 +150,11 @@ def test_layers_that_differ_on_parts_of_a_sequence_are_refused(kind):
     expect_on_ranks(ConfigError, message, train_boosted, 2, case_of(kind), setting_of("ring_attn"))
 
 
-def checkpoint_first():
+@raises_on_ranks(ConfigError, "Enable it after `boost`|enable it after `boost`", 2)
+def test_checkpointing_before_boost_is_refused():
     model = make("takes none")
     enable_activation_checkpointing(model, Layer)
     boosted(model, "ring_attn")
-
-
-def test_checkpointing_before_boost_is_refused():
-    expect_on_ranks(ConfigError, "Enable it after `boost`|enable it after `boost`", checkpoint_first, 2)
 
 
 def run_unproved(samples):
@@ -170,14 +168,12 @@ def test_what_no_example_has_shown_is_split_where_its_sizes_tell_how():
     expect_on_ranks(ConfigError, message, run_unproved, 2, HIDDEN + 2)
 
 
-def run_with_other_positions():
+@raises_on_ranks(
+    ConfigError, "`angles` of 'Layer' has 20 entries along dimension 0, which runs over the 12 positions", 2
+)
+def test_positions_of_another_number_than_the_hidden_states_have_are_refused():
     block = boosted(make("takes angles"), "ring_attn").unwrap().blocks[0]
     block(torch.zeros(3, 12, HIDDEN).double(), torch.zeros(20, 2), torch.ones(3, 1, HIDDEN))
-
-
-def test_positions_of_another_number_than_the_hidden_states_have_are_refused():
-    message = "`angles` of 'Layer' has 20 entries along dimension 0, which runs over the 12 positions"
-    expect_on_ranks(ConfigError, message, run_with_other_positions, 2)
 
 
 class Skipping(Model):
@@ -240,9 +236,6 @@ class Deep(Model):
         return self.head(hidden), found[:1]
 
 
-def boost_deep():
-    boosted(make("takes angles", Deep), "ring_attn")
-
-
+@raises_on_ranks(ConfigError, "It returns what its layers have in between", 2)
 def test_a_model_that_returns_what_layers_have_in_between_is_refused():
-    expect_on_ranks(ConfigError, "It returns what its layers have in between", boost_deep, 2)
+    boosted(make("takes angles", Deep), "ring_attn")

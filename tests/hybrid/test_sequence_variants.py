@@ -256,16 +256,6 @@ def test_rows_by_first_fit_train_as_documents_alone(options):
         assert_same_training(result.trained, train_plainly(apart, result.num_replicas), packed)
 
 
-def copied(options):
-    _, model, _ = boost(get_model("transformers/llama").seeded(), options)
-    copy.deepcopy(model.unwrap())
-
-
-@matrix(["ring_attn"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
-def test_copies_of_a_split_model_are_refused(options):
-    expect_on_ranks(ConfigError, "split over ranks can.t be copied", copied, 2, options)
-
-
 def mixture(options, asked):
     import_quietly(("transformers",))
     from transformers import MixtralConfig, MixtralForCausalLM

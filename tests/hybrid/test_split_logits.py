@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from matrix import matrix
 from model_zoo import get_model
+from ranked import on_ranks, raises_on_ranks
 from torch.nn import functional
 
 from booster_core import Booster
@@ -86,7 +87,8 @@ def test_cross_entropy_in_all_its_forms_is_that_of_whole_logits(num_ranks):
     run_on_ranks(compare_losses, num_ranks)
 
 
-def compare_facts():
+@on_ranks(3)
+def test_split_outputs_look_whole():
     whole, _, split, own = make()
     assert isinstance(split, SplitLogits)
     assert split.shape == whole.shape
@@ -99,11 +101,8 @@ def compare_facts():
     assert isinstance(split.to(torch.bfloat16), SplitLogits)
 
 
-def test_split_outputs_look_whole():
-    run_on_ranks(compare_facts, 3)
-
-
-def largest():
+@on_ranks(2)
+def test_the_largest_logit_is_that_of_whole_logits_in_every_format():
     """Return logits, whole and split, whose largest are told apart by fp64 alone, are equal, or are no numbers."""
     whole = torch.zeros(4, 7, dtype=torch.float64)
     whole[0, 5], whole[0, 1] = 1.0 + 1e-12, 1.0
@@ -115,10 +114,6 @@ def largest():
         logits = whole.to(dtype)
         split = split_logits(logits.split(sizes, -1)[rank].clone(), ByVocabulary(sizes, RankGroup.of(None)))
         assert torch.equal(split.argmax(-1), logits.argmax(-1)), dtype
-
-
-def test_the_largest_logit_is_that_of_whole_logits_in_every_format():
-    run_on_ranks(largest, 2)
 
 
 FACTORS = {"scalar": (), "one element": (1, 1, 1), "vector": (7,), "of each position": (5, 1)}
@@ -190,7 +185,9 @@ WHOLE = {
 }
 
 
-def compare_whole(name):
+@pytest.mark.parametrize("name", WHOLE)
+@on_ranks(3)
+def test_operations_on_whole_logits_have_gradients(name):
     function = WHOLE[name]
     whole, local, split, own = make()
     expected, found = function(whole * 1), function(split)
@@ -202,12 +199,8 @@ def compare_whole(name):
     torch.testing.assert_close(found, expected[..., own])
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_operations_on_whole_logits_have_gradients(name):
-    run_on_ranks(compare_whole, 3, name)
-
-
-def plain_values():
+@on_ranks(2)
+def test_split_state_is_saved_whole():
     whole, _, split, _ = make()
     with torch.no_grad():
         assert split.tolist() == whole.tolist()
@@ -218,10 +211,6 @@ def plain_values():
     assert {split: 1}[split] == 1
     assert type(LABELS.to(split)) is type(LABELS.type_as(split)) is torch.Tensor
     assert split.new_zeros(3).tolist() == [0.0] * 3
-
-
-def test_split_state_is_saved_whole():
-    run_on_ranks(plain_values, 2)
 
 
 def gathered_once():
@@ -277,14 +266,12 @@ def test_in_place_changes_of_split_outputs_raise(name):
     expect_on_ranks(ConfigError, message, write, 2, name)
 
 
-def write_into_a_view():
+@raises_on_ranks(
+    ConfigError, r"A view of all logits, of which this rank has \d:\d of 7 logits, was changed in place", 2
+)
+def test_writing_to_a_view_of_gathered_logits_raises():
     with torch.no_grad():
         changed(make()[2])
-
-
-def test_writing_to_a_view_of_gathered_logits_raises():
-    message = r"A view of all logits, of which this rank has \d:\d of 7 logits, was changed in place"
-    expect_on_ranks(ConfigError, message, write_into_a_view, 2)
 
 
 def on_one_rank():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cases import Setting, assert_equals_one_process, itself, own_loss, zoo_case
 from matrix import matrix, named
 from model_zoo import get_model
+from ranked import on_ranks
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin, SplitLogits
@@ -121,16 +122,13 @@ def test_split_outputs_look_whole(tp_size):
     assert found == [tp_size == 2] * 2 * tp_size
 
 
-def last_position(options):
+@MODES
+@on_ranks(2)
+def test_without_labels_the_model_may_be_asked_for_the_last_positions(options):
     _, model, _ = boosted(options)
     whole = get_model(NAME).seeded()
     found = model(input_ids=TOKENS, logits_to_keep=1).logits
     torch.testing.assert_close(found[:], whole(input_ids=TOKENS, logits_to_keep=1).logits)
-
-
-@MODES
-def test_without_labels_the_model_may_be_asked_for_the_last_positions(options):
-    run_on_ranks(last_position, 2, options)
 
 
 def evaluated(options):

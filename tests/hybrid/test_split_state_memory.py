@@ -18,25 +18,16 @@ import torch
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import peak_memory, run_on_ranks
+from booster_testing.models import tiny_llama
 
 WARMUP, MEASURED = 2, 3
 
 
 def llama(hidden, layers, vocabulary=256):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers, **heads}
+    return tiny_llama(vocab_size=vocabulary, **sizes)
 
 
 def training(model, options):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from model_parity import assert_parts_of_gradients
 from model_zoo import get_model
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,7 @@ from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel import linear
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_runtime import collectives
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 WIDTH, HEADS = 16, 4
 
@@ -156,7 +157,10 @@ def test_gradients_accumulate_on_more_ranks(num_ranks):
     run_on_ranks(accumulates, num_ranks, "bias")
 
 
-def under_autocast(kind, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["bias", "conv"])
+@on_ranks(2)
+def test_autocast_holds_in_split_layers(kind, dtype):
     whole, model, splits = make(kind, dtype=torch.float32)
     source, other = (batch(torch.float32).requires_grad_() for _ in range(2))
     with torch.autocast("cpu", dtype=dtype):
@@ -180,13 +184,9 @@ def under_autocast(kind, dtype):
     assert float((other.grad - source.grad).abs().max()) <= steps * float(source.grad.abs().max())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["bias", "conv"])
-def test_autocast_holds_in_split_layers(kind, dtype):
-    run_on_ranks(under_autocast, 2, kind, dtype)
-
-
-def written_to(kind):
+@pytest.mark.parametrize("kind", ["bias", "plain", "conv"])
+@on_ranks(2)
+def test_outputs_may_be_written_to(kind):
     whole, model, splits = make(kind, depth=1)
     for each in (whole, model):
         attention = each.blocks[0].attention
@@ -199,22 +199,16 @@ def written_to(kind):
     same_gradients(model, splits, whole)
 
 
-@pytest.mark.parametrize("kind", ["bias", "plain", "conv"])
-def test_outputs_may_be_written_to(kind):
-    run_on_ranks(written_to, 2, kind)
-
-
-def differentiate_twice():
+@raises_on_ranks(GradientError, r"no second derivative.*`create_graph=True`.*tp_size=1", 2)
+def test_second_derivatives_are_refused():
     _, model, _ = make()
     source = batch().requires_grad_()
     torch.autograd.grad(model(source).sum(), source, create_graph=True)
 
 
-def test_second_derivatives_are_refused():
-    expect_on_ranks(GradientError, r"no second derivative.*`create_graph=True`.*tp_size=1", differentiate_twice, 2)
-
-
-def recomputed(way):
+@pytest.mark.parametrize("way", ["reentrant", "without reentrance"])
+@on_ranks(2)
+def test_layers_may_be_recomputed_in_backward(way):
     whole, model, splits = make()
     model.checkpoint = way
     source, other = (batch().requires_grad_() for _ in range(2))
@@ -224,12 +218,9 @@ def recomputed(way):
     same_gradients(model, splits, whole)
 
 
-@pytest.mark.parametrize("way", ["reentrant", "without reentrance"])
-def test_layers_may_be_recomputed_in_backward(way):
-    run_on_ranks(recomputed, 2, way)
-
-
-def without_gradients(mode):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@on_ranks(2)
+def test_column_siblings_share_nothing_without_gradients(mode):
     whole, model, _ = make()
     with Calls() as calls, mode():
         torch.testing.assert_close(model(batch()), whole(batch()))
@@ -240,11 +231,6 @@ def without_gradients(mode):
     whole(source).sum().backward()
     model(other).sum().backward()
     torch.testing.assert_close(other.grad, source.grad)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_column_siblings_share_nothing_without_gradients(mode):
-    run_on_ranks(without_gradients, 2, mode)
 
 
 # ---- what they skip
@@ -282,7 +268,8 @@ def test_gradients_of_frozen_weights_are_not_computed(names, num_computed):
     assert run_on_ranks(with_frozen, 2, names) == [num_computed] * 2
 
 
-def input_of_frozen():
+@on_ranks(2)
+def test_frozen_layers_do_not_keep_their_input():
     _, model, _ = make(depth=1)
     for parameter in model.parameters():
         parameter.requires_grad_(requires_grad=False)
@@ -298,10 +285,6 @@ def input_of_frozen():
     assert seen() is None
     sum(each.sum() for each in outputs).backward()
     assert source.grad is not None
-
-
-def test_frozen_layers_do_not_keep_their_input():
-    run_on_ranks(input_of_frozen, 2)
 
 
 def plain_input():
@@ -347,17 +330,14 @@ def test_a_mixture_of_experts_sends_as_often_as_a_dense_layer():
         assert num_sums == 4 * num_layers + 2
 
 
-def unused():
+@on_ranks(2)
+def test_a_layer_that_is_not_used_has_no_gradient():
     whole, model, _ = make(depth=1)
     for each in (whole, model):
         source = batch().requires_grad_()
         each.blocks[0].attention.q(source).square().sum().backward()
         assert each.blocks[0].attention.k.weight.grad is None
         assert each.blocks[0].attention.q.weight.grad is not None
-
-
-def test_a_layer_that_is_not_used_has_no_gradient():
-    run_on_ranks(unused, 2)
 
 
 def cross_attention():
@@ -395,7 +375,8 @@ def test_projections_of_different_inputs_are_computed_once():
 # ---- what they keep
 
 
-def after_in_place():
+@on_ranks(2)
+def test_an_input_that_was_written_to_is_another_input():
     whole, model, _ = make(depth=1)
     found = []
     for each in (whole, model):
@@ -410,11 +391,8 @@ def after_in_place():
         torch.testing.assert_close(ours, theirs.chunk(2, -1)[rank])
 
 
-def test_an_input_that_was_written_to_is_another_input():
-    run_on_ranks(after_in_place, 2)
-
-
-def after_update():
+@on_ranks(2)
+def test_column_results_of_changed_weights_are_discarded():
     whole, model, _ = make(depth=1)
     source = batch()
     found = []
@@ -427,11 +405,8 @@ def after_update():
     torch.testing.assert_close(found[1], found[0].chunk(2, -1)[RankGroup.of(None).rank])
 
 
-def test_column_results_of_changed_weights_are_discarded():
-    run_on_ranks(after_update, 2)
-
-
-def leftovers():
+@on_ranks(2)
+def test_unused_column_results_are_freed_in_backward():
     _, model, _ = make(depth=1)
     siblings = model.blocks[0].attention.q.forward.siblings
     source = batch().requires_grad_()
@@ -444,10 +419,6 @@ def leftovers():
     gc.collect()
     assert not siblings._kept
     assert seen() is None
-
-
-def test_unused_column_results_are_freed_in_backward():
-    run_on_ranks(leftovers, 2)
 
 
 def switched_autocast():

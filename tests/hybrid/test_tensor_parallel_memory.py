@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 
 from booster_hybrid.policy.find import policy_for
@@ -17,25 +18,16 @@ from booster_hybrid.tensor_parallel.collectives import gathered_last
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary, vocabulary_cross_entropy
 from booster_testing import peak_memory, run_on_ranks
+from booster_testing.models import tiny_llama
 
 MIB = 2**20
 
 
 def llama(hidden=512, layers=3, vocabulary=4096):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers, **heads}
+    return tiny_llama(vocab_size=vocabulary, **sizes)
 
 
 def splits_and_frees():
@@ -112,7 +104,8 @@ def test_the_loss_of_split_logits_is_that_of_whole_ones(dtype, size):
     run_on_ranks(same_loss, size, dtype, size)
 
 
-def large_and_small_logits():
+@on_ranks(2)
+def test_extreme_logits_have_finite_losses():
     group = RankGroup.of(None)
     whole = torch.tensor(
         [[1e4, -1e4, 0.0, 9.9e3], [-3e38, -3e38, -3e38, -3e38], [float("-inf"), float("-inf"), 1.0, 2.0]]
@@ -124,10 +117,6 @@ def large_and_small_logits():
     torch.testing.assert_close(found, expected)
     found.sum().backward()
     assert part.grad.isfinite().all()
-
-
-def test_extreme_logits_have_finite_losses():
-    run_on_ranks(large_and_small_logits, 2)
 
 
 def gathers_in_blocks(sizes, num_rows):

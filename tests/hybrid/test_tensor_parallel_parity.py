@@ -11,12 +11,11 @@ from model_parity import assert_parts_of_gradients
 from model_zoo import get_model
 from model_zoo.registry import in_double
 
-from booster_core.errors import ConfigError
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.policy.find import policy_for
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.plan import parallelize
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 
 def compare(names):
@@ -103,25 +102,3 @@ def custom_model():
 )
 def test_six_heads_of_a_fused_projection_are_split_whole(num_ranks, heads):
     assert run_on_ranks(custom_model, num_ranks) == heads
-
-
-def wrong_name():
-    parallelize(Custom(), ShardingPolicy(rules=(ModuleRule("blocks.*.fc", Style.COLUMN),)), RankGroup.of(None))
-
-
-def another_models_policy():
-    rules = (
-        ModuleRule("encoder.*.up", Style.COLUMN, is_optional=True),
-        ModuleRule("head", Style.HEAD, is_optional=True),
-    )
-    parallelize(Custom(), ShardingPolicy(rules=rules), RankGroup.of(None))
-
-
-def test_a_policy_that_splits_no_layer_raises():
-    expect_on_ranks(
-        ConfigError, r"splits none of its layers: no name matches 'encoder\.\*\.up'", another_models_policy, 2
-    )
-
-
-def test_a_rule_for_a_module_that_is_not_there_raises():
-    expect_on_ranks(ConfigError, r"names 'blocks\.\*\.fc', which the model does not have", wrong_name, 2)
