@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
-
 import torch
 from cases import Setting, assert_equals_one_process, zoo_case
 from matrix import matrix, named
@@ -12,7 +9,7 @@ from model_zoo import get_model
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime import enable_activation_checkpointing
+from booster_runtime import enable_activation_checkpointing, full_gradient
 from booster_testing import run_on_ranks
 
 LLAMA = "transformers/llama"
@@ -25,18 +22,24 @@ def test_every_schedule_trains(name, style):
     assert_equals_one_process(zoo_case(name), Setting(HybridParallelPlugin, options), parts=2)
 
 
-def recomputing(how):
-    model = get_model(LLAMA).seeded()
-    if how == "by the model":
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    if how == "before boost":
-        enable_activation_checkpointing(model)
-    return model
-
-
-def recompute(how, step, model, _optimizer):
-    if how == "after boost" and step == 0:
-        enable_activation_checkpointing(model)
+def checkpointed(options, how):
+    """Compare activation checkpointing, by Booster or by the model itself, with none."""
+    zoo = get_model("transformers/llama")
+    found = []
+    for is_on in (False, True):
+        booster = Booster(plugin=HybridParallelPlugin(**options))
+        model, optimizer = zoo_case("transformers/llama").make()
+        if is_on and how == "by the model":
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        if is_on and how == "before boost":
+            enable_activation_checkpointing(model)
+        model, optimizer, *_ = booster.boost(model, optimizer)
+        if is_on and how == "after boost":
+            enable_activation_checkpointing(model)
+        booster.execute_pipeline(iter([zoo.share(0, 0, 4)]), model, zoo.loss, optimizer)
+        found.append({n: full_gradient(booster, model, n) for n in booster.plugin.parameter_paths(model)})
+    for key, gradient in found[0].items():
+        torch.testing.assert_close(found[1][key], gradient, msg=key)
 
 
 @matrix(
