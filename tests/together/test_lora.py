@@ -25,6 +25,7 @@ from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
+from booster_zero import LowLevelZeroPlugin
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
@@ -86,7 +87,12 @@ SPREAD = {
     "ep-tp-zero1": Setting(HybridParallelPlugin, {"ep_size": 2, "tp_size": 2, "zero_stage": 1}, 4),
 }
 """For experts, of which a batch may use some alone."""
-SETTINGS = {**RUNS, **SPREAD, "fsdp-small": Setting(TorchFSDPPlugin, {"unit_min_numel": 32})}
+SETTINGS = {
+    **RUNS,
+    **SPREAD,
+    "fsdp-small": Setting(TorchFSDPPlugin, {"unit_min_numel": 32}),
+    "zero2-three": Setting(LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 3),
+}
 
 
 def make_model(kind="lora", **changes):
@@ -145,7 +151,7 @@ def train_and_save(kind, setting, folder):
     return gradients, {name: whole[name] for name in names}, logits_of(model)
 
 
-OF_LAYERS = ["single", "ddp", "zero1", "zero2", "gemini", "zero3"]
+OF_LAYERS = ["single", "ddp", "zero1", "zero2-three", "gemini", "zero3"]
 CASES = [(kind, run) for kind in KINDS for run in OF_LAYERS if kind not in ("mixtral", "qwen3-moe")]
 # DoRA reads the weight outside of a unit as small as an adapter.
 CASES += [(kind, "fsdp" if "dora" in kind else "fsdp-small") for kind in KINDS if kind not in ("mixtral", "qwen3-moe")]
@@ -281,8 +287,8 @@ def resume_adapters(setting, folder, changed=None):
     ("saved", "loaded", "precision"),
     [
         ("single", "fsdp", None),
-        ("fsdp", "zero2", None),
-        ("zero2", "gemini", "bf16"),
+        ("fsdp", "zero2-three", None),
+        ("zero2-three", "gemini", "bf16"),
         ("gemini", "ddp", "bf16"),
         ("ddp", "hybrid-tp", None),
         ("hybrid-tp", "hybrid-pp", None),
@@ -291,7 +297,7 @@ def resume_adapters(setting, folder, changed=None):
 )
 def test_a_step_without_frozen_parameters_goes_on_over_the_same_base(saved, loaded, precision, tmp_path):
     """A base holds other formats under other plugins, and ranks other parts of it."""
-    before, after = (replace(RUNS[name], precision=precision) for name in (saved, loaded))
+    before, after = (replace(SETTINGS[name], precision=precision) for name in (saved, loaded))
     expected = run_on_ranks(train_and_save_adapters_alone, before.num_ranks, before, tmp_path)
     files = list((tmp_path / "step-00000002" / "model").iterdir())
     assert all("lora_" in name for file in files if file.suffix == ".safetensors" for name in load_file(file))
@@ -310,9 +316,9 @@ def train_and_save_all(setting, folder):
     booster.save_model(model, folder, shard=True)
 
 
-@pytest.mark.parametrize("run", ["single", "zero2"])
+@pytest.mark.parametrize("run", ["single", "zero2-three"])
 def test_the_base_loads_without_adapters(run, tmp_path):
-    run_on_ranks(train_and_save_all, RUNS[run].num_ranks, RUNS[run], tmp_path)
+    run_on_ranks(train_and_save_all, SETTINGS[run].num_ranks, SETTINGS[run], tmp_path)
     plain = make_model(tie_word_embeddings=True)
     original = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     with torch.no_grad():

@@ -11,6 +11,7 @@ from matrix import matrix
 from plugin_runs import RUNS, runs
 from torch import nn
 
+from booster_gemini import GeminiPlugin
 from booster_hybrid import DataParallelConfig, HybridParallelPlugin
 from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
@@ -22,7 +23,8 @@ MICRO_BATCHES = 256
 
 
 PLUGINS = {
-    **runs("ddp", "fsdp", "zero2", "gemini"),
+    **runs("ddp", "fsdp", "zero2"),
+    "gemini": Setting(GeminiPlugin, {"min_chunk_bytes": 256}),
     "zero 1": RUNS["zero1"],
     "zero 1, replicas": Setting(LowLevelZeroPlugin, {"replica_size": 2}),
     "hybrid, zero 0": Setting(HybridParallelPlugin, {"zero_stage": 0}),
