@@ -143,12 +143,13 @@ class DDPModel(ModelWrapper):
         That is one with other tensors in place of the parameters, as of ``torch.func.functional_call``, whose graph DDP
         would wait for without end.
         """
-        if any(held.get(name) is not parameter for held, name, parameter in self._held):
-            return None
+        for held, name, parameter in self._held:  # a generator would be a call for each
+            if held.get(name) is not parameter:
+                return None
         self._fit_ddp()
         if self.ddp is None:
             return None
-        watch_gradient_hooks(self.trained.items())
+        watch_gradient_hooks(self.trained.items(), num_own=1)
         self.gradients.before_forward(self.ddp, accumulates=self.accumulates)
         if self.ddp.static_graph and self.accumulates and not self.gradients.has_reduced:
             msg = (
