@@ -239,3 +239,17 @@ def unfreeze(part, style):
 def test_unfreezing_after_boost_raises_on_every_rank(part, style):
     match = f"'{part}.*' got a gradient, but it was frozen at `boost`"
     expect_on_ranks(GradientError, match, unfreeze, 2, part, style)
+
+
+@on_ranks(2)
+def test_parameters_of_other_stages_are_found_by_name_and_raise_where_they_are_read():
+    _, model, _ = boosted()
+    rank = torch.distributed.get_rank()
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    assert model.get_parameter(names[rank]).norm() > 0
+    other = model.get_parameter(names[1 - rank])
+    assert other.shape == (64, 32)
+    with pytest.raises(
+        AbsentValueError, match=r"values of parameter '.*', which another .*`booster_runtime\.gathered`"
+    ):
+        other.norm()

@@ -285,7 +285,8 @@ def refuse(what: str, given: Any) -> NoReturn:
     """
     leaves = pytree.tree_leaves(given)
     remedy = (
-        "Run batches through `booster.execute_pipeline`: no rank of a model that is cut into stages has all of it."
+        "No rank of a model that is cut into stages has all of it. Run batches through `booster.execute_pipeline`, and "
+        "read or write whole tensors by `booster_runtime.gathered`, or in the files that `booster.save_model` writes."
         if _errors.get() is None
         else "The example at `boost` did not show that it is needed here. Pass an `example_batch` like the batches "
         "that are run (with the same entries and flags), leave out what asks for it, or use `pp_size=1`."

@@ -410,7 +410,9 @@ class StagedModel:
                     gone.append(f"{name}.{key}" if name else key)
                     form = ActivationMeta.of(parameter)._replace(dtype=dtype_of(parameter))
                     del module._parameters[key]  # noqa: SLF001 - the only way to leave a plain tensor in its place
-                    object.__setattr__(module, key, absent_like(form, f"parameter '{gone[-1]}'"))
+                    absent: Any = absent_like(form, f"parameter '{gone[-1]}'")
+                    absent._is_param = True  # noqa: SLF001 - what `isinstance` asks for, as in `get_parameter`
+                    object.__setattr__(module, key, absent)
                     self._hollow_places.append((module, key))
         for name, module in modules.items():
             if name and next(module.parameters(), None) is None and next(_absent_parameters(module), None) is not None:
