@@ -1,8 +1,9 @@
 """Step time of tensor parallelism relative to a Llama under DTensor's ``parallelize_module``, on 2 gloo ranks.
 
 Ranks have one thread. Both split the embedding and the head by vocabulary, compute the loss of sharded logits, and
-step fused AdamW. They share the same processes and alternate, so that other load on the machine affects both equally;
-the result is the ratio of the slower rank's times within a turn. A third contender runs our step without communication.
+step fused AdamW; transformers' own plan gathers the logits. They share the same processes and alternate,
+so that other load on the machine affects all equally; the result is the ratio of the slower rank's times within a turn.
+A last contender runs our step without communication.
 
     python benchmarks/tensor_parallel.py --hidden 384 --dtype bf16
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -135,7 +137,35 @@ def by_hand(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
     return step
 
 
-STEPS = {"ours": ours, "by hand": by_hand, "silent": silent}
+def of_transformers(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Return a step of the model that transformers has split by its own plan."""
+    from torch.distributed.tensor import DTensor
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    split: Any = DistributedConfig(tp_size=dist.get_world_size())
+    with tempfile.TemporaryDirectory() as folder:
+        first = [folder]
+        dist.broadcast_object_list(first)
+        if not dist.get_rank():
+            make_model(hidden, dtype).save_pretrained(folder)
+        dist.barrier()
+        model: Any = LlamaForCausalLM.from_pretrained(first[0], distributed_config=split, dtype=dtype)
+        dist.barrier()
+    parameters = list(model.train().parameters())
+    groups = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-4, fused=True)
+    batch = make_tokens()
+
+    def step() -> None:
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+STEPS = {"ours": ours, "by hand": by_hand, "transformers": of_transformers, "silent": silent}
 
 
 def timed(hidden: int, dtype: torch.dtype, rounds: int) -> dict[str, list[float]]:
@@ -177,6 +207,7 @@ def main() -> int:
             what = f"tp={asked.ranks}, Llama of {LAYERS} layers, hidden {hidden}, {name}"
             own, silence = seconds["ours"], "the same compute without communication"
             met &= compare(what, own, seconds["by hand"], yardstick="parallelize_module", bar=BARS[hidden])
+            compare(what, own, seconds["transformers"], yardstick="transformers' own plan", bar=None)
             compare(what, own, seconds["silent"], yardstick=silence, bar=None)
             if asked.memory:
                 peaks = []
