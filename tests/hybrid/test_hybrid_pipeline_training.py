@@ -43,7 +43,7 @@ def checkpointed(options, how):
 
 
 @matrix(
-    ["pp2-by the model"],
+    ["pp2-by the model", "pp2-after boost"],
     options=named([{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}], ["pp2", "tp2pp2"]),
     how=["before boost", "after boost", "by the model"],
 )

@@ -740,6 +740,9 @@ def _version_of(value: Any) -> int:
 class _LayerForward:
     """The forward of a layer in a staged model."""
 
+    takes_inside = True
+    """Activation checkpointing goes inside: around, it would keep what stands for inputs that have still to arrive."""
+
     def __init__(self, staged: StagedModel, module: nn.Module, position: int, *, may_be_tried: bool) -> None:
         self._staged, self.position = staged, position
         self.layer = layer = staged.layer(position)

@@ -86,7 +86,7 @@ def enable_activation_checkpointing(
     for module in chosen:
         replaced = _Replaced(
             how=_CHECKPOINTING,
-            own=vars(module).get("forward"),
+            **_place_of_forward(module),
             preserve_random_state=preserve_random_state,
             contexts=contexts,
             offload=shared,
@@ -143,7 +143,7 @@ def enable_activation_offload(
     _check_apart(module_names(model), list(chosen))
     shared = ActivationOffload(least_bytes)
     for module in chosen:
-        replaced = _Replaced(how=_OFFLOAD, own=vars(module).get("forward"), offload=shared)
+        replaced = _Replaced(how=_OFFLOAD, **_place_of_forward(module), offload=shared)
         _replace_forward(module, replaced, _offloaded_forward)
     return list(chosen.values())
 
@@ -160,6 +160,7 @@ class _Replaced:
     Args:
         how: By which function: the end of the name of the one that takes it back.
         own: The forward that the module itself had in place of its class's.
+        around: A strategy's forward of the module, such as that of a pipeline stage, inside of which this one is.
         offload: Keeps on the host what is saved for backward, if that is to be there.
         preserve_random_state: As for `enable_activation_checkpointing`.
         contexts: What torch runs forward and its repetition in, where some results are kept.
@@ -167,6 +168,7 @@ class _Replaced:
 
     how: str
     own: Callable[..., Any] | None
+    around: Any
     offload: ActivationOffload | None
     preserve_random_state: bool = True
     contexts: Contexts | None = None
@@ -197,10 +199,22 @@ def _offloaded_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return replaced.offload.run(self, replaced.forward_of(self), *args, **kwargs)
 
 
+def _place_of_forward(module: nn.Module) -> dict[str, Any]:
+    """Return the forward that is to be replaced, and what is around it: what has the attribute ``takes_inside``."""
+    own: Any = vars(module).get("forward")
+    if getattr(own, "takes_inside", False):
+        return {"own": own.forward, "around": own}
+    return {"own": own, "around": None}
+
+
 def _replace_forward(module: nn.Module, replaced: _Replaced, forward: Callable[..., Any]) -> None:
     setattr(module, _MARK, replaced)
     # A bound method, unlike a function that remembers the module, is bound to the copy when a module is copied.
-    module.forward = types.MethodType(forward, module)
+    bound = types.MethodType(forward, module)
+    if replaced.around is None:
+        module.forward = bound
+    else:
+        replaced.around.forward = bound
 
 
 def _restore_forwards(model: nn.Module, how: str) -> None:
@@ -208,6 +222,9 @@ def _restore_forwards(model: nn.Module, how: str) -> None:
         replaced = _replaced(module)
         if replaced is not None and replaced.how == how:
             del vars(module)[_MARK]
+            if replaced.around is not None:
+                replaced.around.forward = replaced.own
+                continue
             del module.forward  # the class's own takes its place again
             if replaced.own is not None:
                 module.forward = replaced.own
