@@ -131,8 +131,15 @@ def _tune(kind, names, folder):
     """Return the steps of trainings on as many ranks, one after the other; ``None`` is Accelerate's own."""
     use_isolated_libraries()
     from datasets import Dataset
+    from transformers import TrainerCallback
 
     from booster_trainer import with_booster
+
+    class Seeds(TrainerCallback):
+        """Lets a rank draw the same in each training: `boost` gives ranks generators that Accelerate's do not have."""
+
+        def on_step_begin(self, _, state, *__, **___):
+            torch.manual_seed(2 * state.global_step + torch.distributed.get_rank())
 
     found = {}
     rank, world_size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
@@ -163,6 +170,7 @@ def _tune(kind, names, folder):
                 args=config(**common, **settings),
                 train_dataset=Dataset.from_list(samples),
                 processing_class=_tokenizer(),
+                callbacks=[Seeds()],
                 **given,
             )
             trainer.train()
