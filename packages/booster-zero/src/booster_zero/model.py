@@ -233,7 +233,7 @@ class ShardedModel(ModelWrapper):
         """
         if self.gatherer is None:
             return super().state_dict(*args, **kwargs)
-        with NamedCall("state_dict"), self.whole_parameters():
+        with NamedCall("state_dict"), ShardedModel.whole_parameters(self):
             state = super().state_dict(*args, **kwargs)
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
@@ -247,5 +247,5 @@ class ShardedModel(ModelWrapper):
         """
         if self._on_use is None:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
-        with NamedCall("load_state_dict"), self.whole_parameters(writes=True):
+        with NamedCall("load_state_dict"), ShardedModel.whole_parameters(self, writes=True):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
