@@ -81,13 +81,9 @@ def ours(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
     return step
 
 
-def silent(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
-    """Return our step without all-reduces: its results are wrong, but its computation is complete."""
-    model: Any = make_model(hidden, dtype)
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    group = RankGroup(alone[dist.get_rank()], dist.get_rank(), dist.get_world_size())
-    parallelize(model, policy_for(model), group, parallel_output=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+def plain_step(model: Any, groups: list[dict[str, Any]]) -> Callable[[], None]:
+    """Return a step of a plain loop over a model that computes its own loss."""
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
     batch = make_tokens()
 
     def step() -> None:
@@ -96,6 +92,15 @@ def silent(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return step
+
+
+def silent(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Return our step without all-reduces: its results are wrong, but its computation is complete."""
+    model: Any = make_model(hidden, dtype)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    group = RankGroup(alone[dist.get_rank()], dist.get_rank(), dist.get_world_size())
+    parallelize(model, policy_for(model), group, parallel_output=True)
+    return plain_step(model, [{"params": list(model.parameters())}])
 
 
 def by_hand(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
@@ -154,15 +159,7 @@ def of_transformers(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
         dist.barrier()
     parameters = list(model.train().parameters())
     groups = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-4, fused=True)
-    batch = make_tokens()
-
-    def step() -> None:
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return plain_step(model, [{"params": group} for group in groups if group])
 
 
 STEPS = {"ours": ours, "by hand": by_hand, "transformers": of_transformers, "silent": silent}
