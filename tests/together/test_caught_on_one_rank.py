@@ -51,9 +51,15 @@ for step in range(4):
 
 @matrix(
     ["hybrid-tp-forward-next", "gemini-backward-sleep"],
-    plugin=["hybrid-tp", "fsdp", "gemini", "zero", "ddp"],
-    where=["forward", "backward"],
-    then=["next", "sleep"],
+    **{
+        "plugin, where": [  # in forward of ZeRO's first stages, no rank waits for another
+            (plugin, where)
+            for plugin in ("hybrid-tp", "fsdp", "gemini", "zero", "ddp")
+            for where in ("forward", "backward")
+            if (plugin, where) != ("zero", "forward")
+        ],
+        "then": ["next", "sleep"],
+    },
 )
 def test_all_ranks_end_when_one_catches_its_error(plugin, where, then, scripts, tmp_path):
     (tmp_path / "catches.py").write_text(SCRIPT)

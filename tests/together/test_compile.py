@@ -128,7 +128,8 @@ def test_layers_are_compiled_whole(run, checkpoints):
             assert after == [1, 1, 1]
 
 
-@matrix(["hybrid-checkpointed"], run=SETTINGS, how=HOW)  # DDP has test_ddp_compile.py, experts test_expert_compile.py
+# DDP has test_ddp_compile.py, experts test_expert_compile.py.
+@matrix(["hybrid-checkpointed", "fsdp-before", "gemini-before"], run=SETTINGS, how=HOW)
 def test_traced_training_equals_eager(run, how):
     # Gemini's hooks split the graph, so that each layer takes many times as long as under the others.
     for names, _, plain_names in compare(run, how, 1 if run.startswith("gemini") else 2):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.ranks import NamedCall
+from booster_core.state import compiled_module
 from booster_fsdp._torch_private import (
     drop_gradient,
     fill_gradients,
@@ -189,7 +190,7 @@ class ShardedGradients:
         self.notes: list[Callable[[], None]] = []
         self._states = states_of(self.modules)
         self._units = [(module, group) for module in self.modules for group in groups_of(module)]
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.parameters = dict((compiled_module(model) or model).named_parameters(remove_duplicate=False))
         self._parameters = list(model.parameters())
         self._keys = [id(parameter) for parameter in self._parameters]
         self._names = [name for name, _ in model.named_parameters()]

@@ -48,8 +48,9 @@ class _Together:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)  # which has this
-        # What torch's FSDP has put in place of the class's gathers what no unit holds.
-        self.__wrapped__ = getattr(model.generate, "__func__", type(model).generate)  # type: ignore[attr-defined]
+        # What torch's FSDP has put in place of the class's gathers what no unit holds. A compiled model's has none.
+        own: Any = model.generate
+        self.__wrapped__ = own.__func__ if hasattr(own, "__func__") else type(model).generate  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("synced_gpus", dist.get_world_size() > 1)
