@@ -296,7 +296,7 @@ def compare_mixing(options, kind):
     if kind == "own layer":
         expected.model.layers[1] = MixingLayer(expected.model.layers[1], 1.0)
         boost(expected, options)
-    if kind == "own layer, a little, beside a part":
+    if kind == "own layer, a little, and a part":
         expected.model.layers[0].mlp = Mixing(expected.model.layers[0].mlp)
         expected.model.layers[1] = MixingLayer(expected.model.layers[1], 1e-4)
         boost(expected, options)
@@ -329,7 +329,7 @@ class MixingLayer(torch.nn.Module):
         return self.layer(hidden_states + self.weight * hidden_states.cumsum(1), **given)
 
 
-@pytest.mark.parametrize("kind", ["own layer", "own layer, a little, beside a part"])
+@pytest.mark.parametrize("kind", ["own layer", "own layer, a little, and a part"])
 def test_layers_whose_own_code_sees_other_positions_are_refused(kind):
     expect_on_ranks(ConfigError, "changes what MistralForCausalLM computes", compare_mixing, 2, RING, kind)
 
