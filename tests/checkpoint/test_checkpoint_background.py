@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_calls import EngineCalls
 from matrix import matrix
+from ranked import on_ranks
 from reference_plugins import ReferencePlugin
 from safetensors.torch import load_file
 from torch import nn
@@ -203,7 +204,9 @@ def test_a_folder_is_committed_in_the_background_with_its_checksums(tmp_path):
         assert not content
 
 
-def commit_fails(folder, use_async):
+@pytest.mark.parametrize("use_async", [False, True])
+@on_ranks(2)
+def test_a_commit_that_fails_is_an_error_on_every_rank(use_async, tmp_path):
     io, adapter, _ = make()
 
     def commit(files):
@@ -211,16 +214,11 @@ def commit_fails(folder, use_async):
 
     def save():
         part = ModelPart(adapter, FileNames(base=MODEL))
-        io.write_folder("save", folder / "step", [part], use_async=use_async, commit=commit)
+        io.write_folder("save", tmp_path / "step", [part], use_async=use_async, commit=commit)
         io.wait()
 
     with pytest.raises(CheckpointError, match="The file system is read-only"):
         save()
-
-
-@pytest.mark.parametrize("use_async", [False, True])
-def test_a_commit_that_fails_is_an_error_on_every_rank(use_async, tmp_path):
-    run_on_ranks(commit_fails, 2, tmp_path, use_async)
 
 
 SCRIPT = """
@@ -246,15 +244,12 @@ def test_the_interpreter_waits_before_it_ends_and_fails_with_the_save(mode, code
     assert ("The disk is full" in ended.output) == (mode == "fail")
 
 
-def close_early(folder):
-    io, adapter, _ = make()
-    io.save_model(adapter, folder / "m.safetensors", use_async=True)
-    DistCoordinator().destroy()
-    return Path(folder / "m.safetensors").exists()
-
-
+@on_ranks(2)
 def test_destroying_the_process_group_waits(tmp_path):
-    assert run_on_ranks(close_early, 2, tmp_path) == [True, True]
+    io, adapter, _ = make()
+    io.save_model(adapter, tmp_path / "m.safetensors", use_async=True)
+    DistCoordinator().destroy()
+    assert Path(tmp_path / "m.safetensors").exists()
 
 
 class MeetingHook:

@@ -3,12 +3,13 @@
 import torch
 from engine_calls import EngineCalls, on_hosts
 from matrix import matrix, named
+from ranked import on_ranks
 from synthetic_state import SyntheticAdapter
 from torch import nn
 
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
-from booster_testing import peak_memory, run_on_ranks
+from booster_testing import peak_memory
 
 MIB = 1 << 20
 BUCKET = 8 * MIB
@@ -24,70 +25,63 @@ class Model(nn.Module):
         self.matrices = nn.ParameterList(torch.ones(1024, 2048) for _ in range(8))
 
 
-def peaks(folder, suffix, hosts, file_dtype):
-    coordinator = DistCoordinator()
-    model = Model()
-    adapter = ReplicatedStateAdapter(model, None, coordinator)
-    io = EngineCalls(bucket_bytes=BUCKET)
-    path = folder / f"m.{suffix}"
-    small = nn.Linear(2, 2)
-    warm = ReplicatedStateAdapter(small, None, coordinator)
-    with on_hosts(hosts):  # which are asked for once
-        io.save_model(warm, folder / f"w.{suffix}", use_safetensors=suffix != "bin")
-    io.load_model(warm, folder / f"w.{suffix}", num_threads=2)  # imports and groups are not counted
-    with peak_memory() as saving:
-        io.save_model(adapter, path, use_safetensors=suffix != "bin", dtype=file_dtype)
-    with peak_memory() as loading:
-        io.load_model(adapter, path, num_threads=2)
-    return saving.peak_bytes, loading.peak_bytes
-
-
 @matrix(
     ["one host-safetensors-converted"],
     hosts=named([(0, 0), (0, 1)], ["one host", "two hosts"]),
     suffix=["safetensors", "bin"],
     file_dtype=named([None, torch.bfloat16], ["same-dtype", "converted"]),
 )
+@on_ranks(2)
 def test_one_bucket_is_enough(hosts, suffix, file_dtype, tmp_path):
-    for saving, loading in run_on_ranks(peaks, 2, tmp_path, suffix, hosts, file_dtype):
-        assert saving <= BUCKET + SLACK
-        assert loading <= BUCKET + SLACK
+    coordinator = DistCoordinator()
+    model = Model()
+    adapter = ReplicatedStateAdapter(model, None, coordinator)
+    io = EngineCalls(bucket_bytes=BUCKET)
+    path = tmp_path / f"m.{suffix}"
+    small = nn.Linear(2, 2)
+    warm = ReplicatedStateAdapter(small, None, coordinator)
+    with on_hosts(hosts):  # which are asked for once
+        io.save_model(warm, tmp_path / f"w.{suffix}", use_safetensors=suffix != "bin")
+    io.load_model(warm, tmp_path / f"w.{suffix}", num_threads=2)  # imports and groups are not counted
+    with peak_memory() as saving:
+        io.save_model(adapter, path, use_safetensors=suffix != "bin", dtype=file_dtype)
+    with peak_memory() as loading:
+        io.load_model(adapter, path, num_threads=2)
+    saving, loading = saving.peak_bytes, loading.peak_bytes
+    assert saving <= BUCKET + SLACK
+    assert loading <= BUCKET + SLACK
 
 
-def peaks_of_columns(folder):
+@on_ranks(2)
+def test_columns_take_no_copy(tmp_path):
     coordinator = DistCoordinator()
     tensors = [(f"t{index}", (2048, 2048), torch.float32) for index in range(3)]
     adapter = SyntheticAdapter(tensors, "columns", coordinator.rank, coordinator.world_size, states=())
     adapter.extra = {}
     io = EngineCalls(bucket_bytes=BUCKET)
     with peak_memory(maps_files=True) as saving:
-        io.save_model(adapter, folder / "m.safetensors")
+        io.save_model(adapter, tmp_path / "m.safetensors")
     with peak_memory() as loading:
-        io.load_model(adapter, folder / "m.safetensors")
-    return saving.peak_bytes, loading.peak_bytes
+        io.load_model(adapter, tmp_path / "m.safetensors")
+    saving, loading = saving.peak_bytes, loading.peak_bytes
+    assert saving <= BUCKET + SLACK
+    assert loading <= BUCKET + SLACK
 
 
-def test_columns_take_no_copy(tmp_path):
-    for saving, loading in run_on_ranks(peaks_of_columns, 2, tmp_path):
-        assert saving <= BUCKET + SLACK
-        assert loading <= BUCKET + SLACK
-
-
-def peaks_in_background(folder):
+@on_ranks(2)
+def test_the_background_takes_one_copy(tmp_path):
     coordinator = DistCoordinator()
     model = Model()
     adapter = ReplicatedStateAdapter(model, None, coordinator)
     io = EngineCalls(bucket_bytes=BUCKET)
-    io.save_model(ReplicatedStateAdapter(nn.Linear(2, 2), None, coordinator), folder / "w.safetensors", use_async=True)
+    io.save_model(
+        ReplicatedStateAdapter(nn.Linear(2, 2), None, coordinator), tmp_path / "w.safetensors", use_async=True
+    )
     io.wait()
     with peak_memory() as saving:
         for index in range(2):
-            io.save_model(adapter, folder / f"{index}.safetensors", use_async=True)
+            io.save_model(adapter, tmp_path / f"{index}.safetensors", use_async=True)
         io.close()
     owned = sum(shard.data.nbytes for shard in adapter.model_shards() if shard.is_owner)
-    return saving.peak_bytes - owned
-
-
-def test_the_background_takes_one_copy(tmp_path):
-    for more in run_on_ranks(peaks_in_background, 2, tmp_path):
-        assert more <= BUCKET + SLACK
+    more = saving.peak_bytes - owned
+    assert more <= BUCKET + SLACK

@@ -5,13 +5,14 @@ import logging
 import os
 
 import pytest
+from ranked import raises_on_ranks
 from resumable import ResumableRun as Run
 
 from booster_checkpoint.run import lease
 from booster_checkpoint.run.checkpoint_root import LocalRun
 from booster_checkpoint.storage import LocalLocation
 from booster_core.errors import CheckpointError
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 
 def listing(root):
@@ -187,7 +188,9 @@ def test_what_cannot_be_written_to_is_still_resumed_from(tmp_path, monkeypatch, 
     assert "can be loaded from, but not saved into" in caplog.text
 
 
-def save_after_takeover(root):
+@raises_on_ranks(CheckpointError, "process 3 of 'other' .job 7", 2)
+def test_every_rank_is_told(tmp_path):
+    root = str(tmp_path)
     from booster_core.ranks.coordinator import DistCoordinator
 
     run = Run()
@@ -198,7 +201,3 @@ def save_after_takeover(root):
         (Path(root) / lease.LEASE).write_text('{"generation": 7, "token": "t", "host": "other", "pid": 3}')
     run.step = 1
     run.save(root)
-
-
-def test_every_rank_is_told(tmp_path):
-    expect_on_ranks(CheckpointError, "process 3 of 'other' .job 7", save_after_takeover, 2, str(tmp_path))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from adapted_models import Replicas
 from pretrained_models import Saves, load, make_model, tokens, trained_in_one_process
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -88,15 +89,13 @@ def test_a_large_maximum_size_is_whole_mebibytes():
     assert [mebibytes(size) for size in ("5GB", "1GiB", "3.5MiB", 2**21, "200MB")] == [4768, 1024, 3, 2, 190]
 
 
-def save_on_rank_0(folder):
+@on_ranks(2, group_timeout_seconds=2)
+def test_saving_on_rank_0_alone_names_who_is_missing(tmp_path):
+    folder = str(tmp_path)
     _, model, _ = boost(Replicas())
     if torch.distributed.get_rank() == 0:
         with pytest.raises(MissingRanksError, match=r"`save_pretrained`.*rank 1"):
             model.save_pretrained(folder)
-
-
-def test_saving_on_rank_0_alone_names_who_is_missing(tmp_path):
-    run_on_ranks(save_on_rank_0, 2, str(tmp_path), group_timeout_seconds=2)
 
 
 def lora_config():

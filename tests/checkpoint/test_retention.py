@@ -4,12 +4,12 @@ import logging
 import math
 
 import pytest
+from ranked import raises_on_ranks
 from resumable import ResumableRun as Run
 
 from booster_checkpoint.run.manifest import Manifest
 from booster_core.checkpoint_io import StepOptions
 from booster_core.errors import ConfigError
-from booster_testing import expect_on_ranks
 
 NAN = math.nan
 
@@ -84,12 +84,10 @@ def test_a_metric_is_a_number(metric, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def save_with_own_loss(root):
+@raises_on_ranks(ConfigError, "Ranks disagree about `metric`: 0.0 on rank 0", 2)
+def test_ranks_agree_about_the_metric(tmp_path):
+    root = str(tmp_path)
     from booster_core.ranks.coordinator import DistCoordinator
 
     run = Run()
     run.save(root, metric=float(DistCoordinator().rank), keep_best=1)
-
-
-def test_ranks_agree_about_the_metric(tmp_path):
-    expect_on_ranks(ConfigError, "Ranks disagree about `metric`: 0.0 on rank 0", save_with_own_loss, 2, str(tmp_path))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_calls import on_hosts, on_hosts_with_disks_of_their_own
 from matrix import matrix
+from ranked import raises_on_ranks
 from resumable import ResumableRun as Run
 from torch import nn
 
@@ -316,39 +317,29 @@ def test_numbers_out_of_range_are_refused(options, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def save_other_steps(root):
+@raises_on_ranks(ConfigError, "disagree about `step`: 0 on rank 0, 1 on rank 1", 2)
+def test_ranks_that_disagree_about_the_step_are_told(tmp_path):
+    root = str(tmp_path)
     run = Run()
     run.step = DistCoordinator().rank
     run.save(root)
 
 
-def test_ranks_that_disagree_about_the_step_are_told(tmp_path):
-    expect_on_ranks(ConfigError, "disagree about `step`: 0 on rank 0, 1 on rank 1", save_other_steps, 2, str(tmp_path))
-
-
-def save_with_other_scheduler(root):
+@raises_on_ranks(CheckpointError, "Rank 1 has another state of `lr_schedulers`", 2)
+def test_ranks_that_disagree_about_the_scheduler_are_told(tmp_path):
+    root = str(tmp_path)
     run = Run()
     if DistCoordinator().rank == 1:
         run.scheduler.T_max = 51
     run.save(root)
 
 
-def test_ranks_that_disagree_about_the_scheduler_are_told(tmp_path):
-    expect_on_ranks(
-        CheckpointError, "Rank 1 has another state of `lr_schedulers`", save_with_other_scheduler, 2, str(tmp_path)
-    )
-
-
-def save_plain_loader(root):
+@raises_on_ranks(CheckpointError, "`DataLoader`, which cannot tell its position", 2)
+def test_a_loader_without_a_position_is_refused(tmp_path):
+    root = str(tmp_path)
     run = Run()
     run.loader = torch.utils.data.DataLoader([1, 2, 3])
     run.save(root)
-
-
-def test_a_loader_without_a_position_is_refused(tmp_path):
-    expect_on_ranks(
-        CheckpointError, "`DataLoader`, which cannot tell its position", save_plain_loader, 2, str(tmp_path)
-    )
 
 
 def save_model_only(root):

@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks, raises_on_ranks
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -58,31 +59,23 @@ def test_a_model_with_adapters_is_refused():
     expect_on_ranks(ConfigError, r"'bare' does not train adapters.*`Capability\.LORA`", boost, 2, make_adapted)
 
 
-def boost_without_a_plugin():
+@raises_on_ranks(
+    ConfigError, r"but 2 ranks were launched: .* Choose a plugin, for example `Booster\(plugin='ddp'\)`", 2
+)
+def test_several_ranks_need_a_plugin():
     Booster("cpu").boost(make_linear())
 
 
-def test_several_ranks_need_a_plugin():
-    message = r"but 2 ranks were launched: .* Choose a plugin, for example `Booster\(plugin='ddp'\)`"
-    expect_on_ranks(ConfigError, message, boost_without_a_plugin, 2)
-
-
-def boost_with_whole_loader():
+@raises_on_ranks(PluginError, "split", 2)
+def test_a_loader_that_stays_whole_is_refused():
     boost(make_linear, DataLoader(torch.ones(8, 4), batch_size=2))
 
 
-def test_a_loader_that_stays_whole_is_refused():
-    expect_on_ranks(PluginError, "split", boost_with_whole_loader, 2)
-
-
-def boost_with_split_loader():
+@on_ranks(2)
+def test_a_loader_that_is_split_is_left_to_the_user():
     data = torch.ones(8, 4)
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
-    return sum(len(batch) for batch in boost(make_linear, loader).dataloader)
-
-
-def test_a_loader_that_is_split_is_left_to_the_user():
-    assert run_on_ranks(boost_with_split_loader, 2) == [4, 4]
+    assert sum(len(batch) for batch in boost(make_linear, loader).dataloader) == 4
 
 
 class Averaging(Bare):

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+from ranked import on_ranks, raises_on_ranks
 
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError, RankFailedError, name_ranks
 from booster_core.ranks.coordinator import DistCoordinator
@@ -85,11 +86,6 @@ class _WithoutPlainForm:
         raise ValueError(msg)
 
 
-def _exchange_objects():
-    c = DistCoordinator()
-    return c.broadcast_object({"from": c.rank}, src=1), c.all_gather_object(c.rank * 10)
-
-
 def _priority(executor):
     c = DistCoordinator()
     with c.priority_execution(executor):
@@ -98,14 +94,6 @@ def _priority(executor):
             time.sleep(0.3)
         end = time.monotonic()
     return start, end
-
-
-def _priority_fails():
-    c = DistCoordinator()
-    with c.priority_execution():
-        if c.rank == 0:
-            msg = "no space"
-            raise CheckpointError(msg)
 
 
 def _subgroup():
@@ -120,12 +108,6 @@ def _subgroup():
         c.broadcast_object(c.rank, src=2, process_group=group),
         c.all_gather_object(c.rank, process_group=group),
     )
-
-
-def _stale():
-    c = DistCoordinator()
-    c.destroy()
-    c.block_all(name="save_model")
 
 
 def _meet_in_a_group_of_ones_own(file):
@@ -176,8 +158,10 @@ def test_an_own_error_comes_before_missing_ranks():
     assert second == "ValueError: mine"
 
 
+@on_ranks(3)
 def test_objects_are_exchanged():
-    assert run_on_ranks(_exchange_objects, 3) == [({"from": 1}, [0, 10, 20])] * 3
+    c = DistCoordinator()
+    assert (c.broadcast_object({"from": c.rank}, src=1), c.all_gather_object(c.rank * 10)) == ({"from": 1}, [0, 10, 20])
 
 
 @pytest.mark.parametrize("executor", [0, 2])
@@ -186,16 +170,24 @@ def test_one_rank_goes_first(executor):
     assert all(start >= times[executor][1] for rank, (start, _) in enumerate(times) if rank != executor)
 
 
+@raises_on_ranks(CheckpointError, "no space", 2)
 def test_a_failure_of_the_first_rank_reaches_those_that_wait():
-    expect_on_ranks(CheckpointError, "no space", _priority_fails, 2)
+    c = DistCoordinator()
+    with c.priority_execution():
+        if c.rank == 0:
+            msg = "no space"
+            raise CheckpointError(msg)
 
 
 def test_a_subgroup_meets_alone():
     assert run_on_ranks(_subgroup, 3) == [None, (True, False, 2, [1, 2]), (False, True, 2, [1, 2])]
 
 
+@raises_on_ranks(ConfigError, "`save_model` was called on a coordinator of a process group that is not", 2)
 def test_a_coordinator_of_a_destroyed_group_is_refused():
-    expect_on_ranks(ConfigError, "`save_model` was called on a coordinator of a process group that is not", _stale, 2)
+    c = DistCoordinator()
+    c.destroy()
+    c.block_all(name="save_model")
 
 
 @pytest.mark.parametrize(

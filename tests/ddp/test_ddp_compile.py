@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from compiler_warnings import ignore_compiler_warnings
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -82,14 +83,11 @@ def test_compiled_graphs_are_split_as_by_ddp_by_hand(how):
     assert run_on_ranks(compiled_graph_sizes, 2, how, by_hand=False) == expected
 
 
-def default_buckets():
+@on_ranks(2)
+def test_default_buckets_are_those_of_torch():
     booster = Booster("cpu", plugin=TorchDDPPlugin(find_unused_parameters=False))
     model = Stack(1)
     boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     by_hand = DistributedDataParallel(Stack(1))
-    return [(ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default) for ddp in (boosted.ddp, by_hand)]
-
-
-def test_default_buckets_are_those_of_torch():
-    for ours, expected in run_on_ranks(default_buckets, 2):
-        assert ours == expected
+    ours, expected = [(ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default) for ddp in (boosted.ddp, by_hand)]
+    assert ours == expected

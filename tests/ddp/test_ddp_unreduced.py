@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from cases import Case, Setting
 from driven_runs import Run, assert_same_loop
+from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import GradientError, MissingRanksError
 from booster_ddp import TorchDDPPlugin
-from booster_testing import RankError, expect_on_ranks, run_on_ranks
+from booster_testing import RankError, run_on_ranks
 from booster_testing.models import TinyMLP
 
 
@@ -51,7 +52,8 @@ def own(step=0):
     return rows(step, dist.get_rank())
 
 
-def other_side_after_no_sync():
+@raises_on_ranks(GradientError, "could not finish averaging.*find_unused_parameters=True", 2)
+def test_synchronized_backward_through_other_parameters_than_under_no_sync_raises():
     booster, model, optimizer = boost(Heads())
     for sides in (("lr", "lr"), ("l", "r")):
         with booster.no_sync(model):
@@ -61,23 +63,15 @@ def other_side_after_no_sync():
         optimizer.zero_grad()
 
 
-def test_synchronized_backward_through_other_parameters_than_under_no_sync_raises():
-    expect_on_ranks(
-        GradientError, "could not finish averaging.*find_unused_parameters=True", other_side_after_no_sync, 2
-    )
-
-
-def gradient_alone():
+@raises_on_ranks(
+    GradientError, r"not in this backward.*'left\.bias'.*\. Run every forward and backward of the step under", 2
+)
+def test_the_search_is_not_advised_where_it_has_found_what_the_loss_leaves_out():
     booster, model, optimizer = boost(Heads())
     inputs = own().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs, "l")[0].sum(), inputs, create_graph=True)
     booster.backward(gradient.square().mean(), optimizer)
     optimizer.step()
-
-
-def test_the_search_is_not_advised_where_it_has_found_what_the_loss_leaves_out():
-    remedy = r"not in this backward.*'left\.bias'.*\. Run every forward and backward of the step under"
-    expect_on_ranks(GradientError, remedy, gradient_alone, 2)
 
 
 def losses_of_two_heads(run, *, under_no_sync):
@@ -93,12 +87,9 @@ def losses_of_two_heads(run, *, under_no_sync):
 ALL_USED = Setting(TorchDDPPlugin, {"find_unused_parameters": False})
 
 
-def two_heads_outside_no_sync():
-    losses_of_two_heads(Run(CASE, ALL_USED), under_no_sync=False)
-
-
+@raises_on_ranks(GradientError, "all forward and backward passes.*`booster.no_sync`", 2)
 def test_two_losses_that_share_some_parameters_raise_and_name_no_sync():
-    expect_on_ranks(GradientError, "all forward and backward passes.*`booster.no_sync`", two_heads_outside_no_sync, 2)
+    losses_of_two_heads(Run(CASE, ALL_USED), under_no_sync=False)
 
 
 def test_two_losses_that_share_some_parameters_are_averaged_under_no_sync():
@@ -194,16 +185,13 @@ def test_forwards_before_the_first_backward_may_use_other_parameters_on_each_ran
     assert_same_loop(partial(two_forwards, together=together), CASE, setting, own=True)
 
 
-def drop_one_by_hand():
+@raises_on_ranks(GradientError, "under `no_sync`.*dropped.*`optimizer.zero_grad\\(\\)`", 2)
+def test_some_gradients_of_no_sync_that_are_dropped_by_hand_raise():
     booster, model, optimizer = boost(Heads(), find_unused_parameters=True)
     with booster.no_sync(model):
         booster.backward(sum(out.square().mean() for out in model(own())), optimizer)
     model.unwrap().right.weight.grad = None
     booster.backward(model(own(), "l")[0].square().mean(), optimizer)
-
-
-def test_some_gradients_of_no_sync_that_are_dropped_by_hand_raise():
-    expect_on_ranks(GradientError, "under `no_sync`.*dropped.*`optimizer.zero_grad\\(\\)`", drop_one_by_hand, 2)
 
 
 def other_method_than_forward(run):

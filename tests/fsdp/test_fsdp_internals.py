@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from ranked import raises_on_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -63,13 +64,10 @@ def test_torch_that_lacks_something_is_refused(name):
     expect_on_ranks(ConfigError, match, boost_without, 2, name)
 
 
-def accumulate_by_a_part():
+@raises_on_ranks(GradientError, "has not reduced.*Call the boosted model itself", 2)
+def test_gradients_that_torch_leaves_unreduced_raise():
+    """torch takes the module that runs first for the whole model."""
     booster, model, optimizer = boosted()
     with booster.no_sync(model, optimizer):
         booster.backward(model.module[1](torch.ones(2, 8)).square().mean(), optimizer)
     optimizer.step()
-
-
-def test_gradients_that_torch_leaves_unreduced_raise():
-    """torch takes the module that runs first for the whole model."""
-    expect_on_ranks(GradientError, "has not reduced.*Call the boosted model itself", accumulate_by_a_part, 2)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, Setting
 from driven_runs import assert_same_loop
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -70,7 +71,9 @@ LOST_OR_NOT_POSSIBLE = {
 }
 
 
-def write(name):
+@pytest.mark.parametrize("name", LOST_OR_NOT_POSSIBLE)
+@on_ranks(2)
+def test_what_would_be_lost_raises_and_works_on_whole_parameters(name):
     """Return whether a write raises, and what `whole_parameters` makes of it."""
     torch.manual_seed(0)
     model, whole = boosted(nn.Linear(6, 5)), nn.Linear(6, 5)
@@ -90,11 +93,6 @@ def write(name):
     assert torch.equal(model.get_parameter("weight").full_tensor(), whole.weight)
 
 
-@pytest.mark.parametrize("name", LOST_OR_NOT_POSSIBLE)
-def test_what_would_be_lost_raises_and_works_on_whole_parameters(name):
-    run_on_ranks(write, 2, name)
-
-
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -107,7 +105,8 @@ class Encoder(nn.Module):
         return data @ self.table
 
 
-def misuse_whole_parameters():
+@on_ranks(2)
+def test_parts_run_on_whole_parameters():
     model = boosted(nn.Sequential(Encoder()))
     with pytest.raises(ConfigError, match="forward_methods"):
         model.unwrap()[0].encode(torch.ones(2, 4))
@@ -118,11 +117,7 @@ def misuse_whole_parameters():
     with pytest.raises(ConfigError, match="`writes=True`"), torch.no_grad(), model.whole_parameters():
         model.unwrap()[0].table.zero_()
     assert model.unwrap()[0].table.norm().item() == 4.0
-    return model(torch.ones(2, 4)).sum().item()
-
-
-def test_parts_run_on_whole_parameters():
-    assert run_on_ranks(misuse_whole_parameters, 2) == [32.0, 32.0]
+    assert model(torch.ones(2, 4)).sum().item() == 32.0
 
 
 # ---- gradients that do not come from a unit's forward
@@ -189,7 +184,14 @@ def test_gradients_from_outside_of_units_equal_one_process(loop, options):
     assert_same_loop(loop, Case(build=Sided, batch=rows), Setting(TorchFSDPPlugin, options))
 
 
-def step_between():
+def seeded_pair():
+    torch.manual_seed(0)
+    model = Sided()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@on_ranks(2)
+def test_gradients_of_whole_values_from_before_a_step_raise():
     model, optimizer, *_ = Booster("cpu", plugin=TorchFSDPPlugin()).boost(*seeded_pair())
     with model.whole_parameters():
         added = sum(parameter.square().sum() for parameter in model.parameters())
@@ -197,13 +199,3 @@ def step_between():
     optimizer.step()
     with pytest.raises(GradientError, match="forward again"):
         added.backward()
-
-
-def seeded_pair():
-    torch.manual_seed(0)
-    model = Sided()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def test_gradients_of_whole_values_from_before_a_step_raise():
-    run_on_ranks(step_between, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from matrix import matrix, named
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +15,7 @@ from booster_core.precision import LossScaleConfig
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_fsdp import TorchFSDPPlugin
 from booster_runtime import full_gradient
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 
 
 class Net(nn.Module):
@@ -78,7 +79,8 @@ def test_backward_of_a_recomputed_graph_older_than_the_step_raises():
     )
 
 
-def second_backward_after_step():
+@raises_on_ranks(GradientError, "modified by an inplace operation", 2)
+def test_second_backward_through_one_forward_after_the_step_raises():
     _, model, optimizer = boost(UNITS["one unit"])
     out = model(data())
     optimizer.backward(out.square().mean(), retain_graph=True)
@@ -86,11 +88,9 @@ def second_backward_after_step():
     optimizer.backward(out.abs().mean())
 
 
-def test_second_backward_through_one_forward_after_the_step_raises():
-    expect_on_ranks(GradientError, "modified by an inplace operation", second_backward_after_step, 2)
-
-
-def backward_after_load(folder):
+@raises_on_ranks(GradientError, "loading a checkpoint", 2)
+def test_backward_of_a_graph_older_than_loading_raises(tmp_path):
+    folder = tmp_path / "model"
     booster, model, optimizer = boost(UNITS["one unit"])
     booster.save_model(model, folder)
     out = model(data())
@@ -98,11 +98,8 @@ def backward_after_load(folder):
     optimizer.backward(out.square().mean())
 
 
-def test_backward_of_a_graph_older_than_loading_raises(tmp_path):
-    expect_on_ranks(GradientError, "loading a checkpoint", backward_after_load, 2, tmp_path / "model")
-
-
-def goes_on_after_the_error():
+@on_ranks(2)
+def test_training_continues_after_the_error():
     """Catch the error; the next gradients must equal those of a newly boosted model."""
     gradients = []
     for raises in (True, False):
@@ -116,14 +113,11 @@ def goes_on_after_the_error():
                 optimizer.backward(old.square().mean())
         optimizer.backward(model(data(2)[DistCoordinator().rank :: 2]).square().mean())
         gradients.append({name: full_gradient(booster, model, name) for name, _ in Net().named_parameters()})
-    return all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_training_continues_after_the_error():
-    assert run_on_ranks(goes_on_after_the_error, 2) == [True, True]
-
-
-def graphs_that_are_not_stale():
+@on_ranks(2)
+def test_graphs_with_unchanged_parameters_run_backward():
     """Run two forwards with a step of another model in between, and a step that an overflow skips."""
     _, model, optimizer = boost(UNITS["one unit"])
     _, other, other_optimizer = boost(UNITS["one unit"])
@@ -143,7 +137,3 @@ def graphs_that_are_not_stale():
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), "the step was not skipped"
     optimizer.zero_grad()
     optimizer.backward(out.square().mean())
-
-
-def test_graphs_with_unchanged_parameters_run_backward():
-    run_on_ranks(graphs_that_are_not_stale, 2)

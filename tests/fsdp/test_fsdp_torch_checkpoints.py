@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranked import on_ranks
 from torch import nn
 from torch.distributed.checkpoint import state_dict as of_torch
 from torch.distributed.tensor import DTensor
@@ -149,7 +150,8 @@ def test_whole_states_of_one_process_load():
 # ---- the optimizer's own groups and state
 
 
-def groups_and_state():
+@on_ranks(2)
+def test_groups_list_the_parameters_and_state_is_sharded_as_they_are():
     booster = Booster("cpu", plugin=TorchFSDPPlugin(ignored_parameters=["0.bias"]))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
@@ -164,7 +166,3 @@ def groups_and_state():
         assert isinstance(average, DTensor) == isinstance(parameter, DTensor) == (name != "0.bias")
     optimizer.zero_grad(set_to_none=False)
     assert all(not parameter.grad.abs().sum() for parameter in model.parameters())
-
-
-def test_groups_list_the_parameters_and_state_is_sharded_as_they_are():
-    run_on_ranks(groups_and_state, 2)

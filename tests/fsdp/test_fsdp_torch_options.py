@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -146,14 +147,11 @@ def test_narrow_forward_without_autocast_equals_fully_shard_by_hand(name):
         assert "reduction  gradients are sent in fp32" in described
 
 
-def autocast_run():
-    return boosted({}, {"precision": "bf16"})
-
-
+@on_ranks(2)
 def test_autocast_is_the_default():
-    for _, _, (output, inside, dtypes, _), described in run_on_ranks(autocast_run, 2):
-        assert (output, inside, dtypes) == (torch.float32, torch.float32, {torch.float32})
-        assert "forward and backward in bfloat16 by autocast" in described
+    _, _, (output, inside, dtypes, _), described = boosted({}, {"precision": "bf16"})
+    assert (output, inside, dtypes) == (torch.float32, torch.float32, {torch.float32})
+    assert "forward and backward in bfloat16 by autocast" in described
 
 
 def sent(name):
@@ -189,11 +187,8 @@ def test_describe_says_what_the_policy_of_torch_brings():
         assert "forward and backward in the dtype of the parameters, kept in float32" in described
 
 
+@on_ranks(2)
 def test_fp16_without_autocast_scales_the_loss():
-    run_on_ranks(overflowing_step, 2)
-
-
-def overflowing_step():
     net = make()
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     booster = Booster("cpu", plugin=TorchFSDPPlugin(mixed_precision=policy))

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -48,21 +49,19 @@ def test_different_units_raise_without_mixing_values(width, num_ranks):
     expect_on_ranks(ConfigError, "rank 0 .* of 'layers.*, and rank 1 .* of 'layers", train, num_ranks, width, True, 2)
 
 
-def train_where_all_units_send_alike():
+@raises_on_ranks(ConfigError, "call 3 was the forward of 'layers.2' on rank 0, the forward of 'layers.1' on rank 1", 2)
+def test_different_units_raise_in_the_step():
     with mock.patch.object(collectives._OfUnit, "_announce"):
         train(8, True, 2)
-
-
-def test_different_units_raise_in_the_step():
-    match = "call 3 was the forward of 'layers.2' on rank 0, the forward of 'layers.1' on rank 1"
-    expect_on_ranks(ConfigError, match, train_where_all_units_send_alike, 2)
 
 
 def test_a_unit_that_all_ranks_skip_trains():
     run_on_ranks(train, 2, 8, False, 2)
 
 
-def train_other_parameters(names):
+@pytest.mark.parametrize("names", [["0.weight"], ["0.weight", "0.bias"]], ids=["of a unit", "a whole unit"])
+@raises_on_ranks(ConfigError, r"Parameter '0\.weight' is frozen on rank 1 and trained on rank 0", 2)
+def test_parameters_that_some_ranks_freeze_are_named(names):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     booster = Booster("cpu", plugin=TorchFSDPPlugin())
@@ -73,13 +72,12 @@ def train_other_parameters(names):
     optimizer.step()
 
 
-@pytest.mark.parametrize("names", [["0.weight"], ["0.weight", "0.bias"]], ids=["of a unit", "a whole unit"])
-def test_parameters_that_some_ranks_freeze_are_named(names):
-    match = r"Parameter '0\.weight' is frozen on rank 1 and trained on rank 0"
-    expect_on_ranks(ConfigError, match, train_other_parameters, 2, names)
-
-
-def train_after_one_forward_more():
+@raises_on_ranks(
+    ConfigError,
+    "rank 0 of the group (gathers|reduces) 64 elements of '0', and rank 1 .* (gathers|reduces) 64 elements",
+    2,
+)
+def test_a_gather_that_meets_a_reduction_of_the_same_unit_raises():
     torch.manual_seed(0)
     booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_if=lambda name, _: name == "0"))
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
@@ -88,8 +86,3 @@ def train_after_one_forward_more():
         model(torch.ones(2, 8))
     booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
     optimizer.step()
-
-
-def test_a_gather_that_meets_a_reduction_of_the_same_unit_raises():
-    match = "rank 0 of the group (gathers|reduces) 64 elements of '0', and rank 1 .* (gathers|reduces) 64 elements"
-    expect_on_ranks(ConfigError, match, train_after_one_forward_more, 2)

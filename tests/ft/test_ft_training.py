@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from ranked import on_ranks, raises_on_ranks
 from replica_ranks import BATCH, Net, assert_same_bits, batch_of, hear, loss_of, run_groups, say, state_of
 from torch import nn
 
@@ -13,7 +14,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_ft import FaultTolerantPlugin
-from booster_testing.ranks import RankError, expect_on_ranks, run_on_ranks
+from booster_testing.ranks import RankError, run_on_ranks
 
 GROUPS = 2
 FP16 = replace(PrecisionPolicy.parse("fp16"), loss_scale=LossScaleConfig(initial_scale=64.0))
@@ -337,18 +338,8 @@ def test_boost_refuses_what_groups_cannot_train(what, message):
     assert [type(each) for each in caught.value.exceptions.values()] == [ConfigError] * 2
 
 
-def _train_alone():
-    booster = Booster(plugin=FaultTolerantPlugin(inner="single"))
-    model = Net()
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    for number in range(2):
-        booster.backward(loss_of(model, batch_of(number)), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return booster.plugin.step, state_of(booster, model)
-
-
-def _boost_another():
+@raises_on_ranks(ConfigError, "Another model was boosted in this process since", 1)
+def test_a_training_that_another_has_replaced_says_so():
     trained = []
     for _ in range(2):
         booster = Booster(plugin=FaultTolerantPlugin(inner="single"))
@@ -360,12 +351,16 @@ def _boost_another():
     loss_of(trained[0][1], batch_of(0))
 
 
-def test_a_training_that_another_has_replaced_says_so():
-    expect_on_ranks(ConfigError, "Another model was boosted in this process since", _boost_another, 1)
-
-
+@on_ranks(1)
 def test_a_single_group_needs_no_lighthouse():
-    ((steps, state),) = run_on_ranks(_train_alone, 1)
+    booster = Booster(plugin=FaultTolerantPlugin(inner="single"))
+    model = Net()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for number in range(2):
+        booster.backward(loss_of(model, batch_of(number)), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    steps, state = booster.plugin.step, state_of(booster, model)
     _, parameters = _one_process(2, lambda step: [step])
     assert steps == 2
     for name, values in parameters.items():

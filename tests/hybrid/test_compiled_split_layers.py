@@ -14,6 +14,7 @@ from compiler_warnings import ignore_compiler_warnings
 from matrix import matrix
 from model_parity import assert_parts_of_gradients
 from model_zoo import get_model
+from ranked import on_ranks
 from torch import nn
 
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
@@ -92,7 +93,9 @@ def split(whole):
     return model, parallelize(model, policy_for(whole), RankGroup.of(None), parallel_output=False).splits
 
 
-def compare(name):
+@matrix(["gpt2_lm"], name=NAMES)
+@on_ranks(2, timeout_seconds=300)
+def test_gradients_are_those_of_the_whole_model(name):
     from torch._dynamo.utils import counters
 
     ignore_compiler_warnings()
@@ -114,11 +117,6 @@ def compare(name):
     assert 0 < graphs.number <= asked.number, f"{name}: {graphs.number} sums, {asked.number} in eager training"
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0, msg=name)  # some losses are taken in fp32
     assert_parts_of_gradients(model, splits, whole, name)
-
-
-@matrix(["gpt2_lm"], name=NAMES)
-def test_gradients_are_those_of_the_whole_model(name):
-    run_on_ranks(compare, 2, name, timeout_seconds=300)
 
 
 def known_to_the_compiler(name, samples):
@@ -185,7 +183,9 @@ WRITING = ShardingPolicy(
 )
 
 
-def writes(autocasts):
+@pytest.mark.parametrize("autocasts", [False, True])
+@on_ranks(2, timeout_seconds=120)
+def test_what_is_written_between_siblings_is_not_missed(autocasts):
     ignore_compiler_warnings()
     torch.manual_seed(0)
     model = Writing()
@@ -200,8 +200,3 @@ def writes(autocasts):
             torch.testing.assert_close(model(inputs), whole(inputs), rtol=0.02 if autocasts else 1e-5, atol=0.02)
         with pytest.raises(RuntimeError, match="modified inplace"):
             model(inputs.requires_grad_())
-
-
-@pytest.mark.parametrize("autocasts", [False, True])
-def test_what_is_written_between_siblings_is_not_missed(autocasts):
-    run_on_ranks(writes, 2, autocasts, timeout_seconds=120)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from cases import Setting, assert_equals_one_process, train_plainly, zoo_case
 from log_records import Records
 from matrix import matrix, named
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -165,8 +166,10 @@ class Layers(nn.Module):
         return x
 
 
-def met_in_a_batch(sizes):
-    """Return how many ranks meet in each collective of a pipeline's second batch."""
+@on_ranks(4)
+def test_no_batch_of_a_pipeline_lets_all_ranks_meet_at_once():
+    """Stages of a replica meet, and replicas, before the batch and after it; and those that sum one bucket."""
+    sizes = {"pp_size": 2}
     from booster_runtime import collectives
 
     torch.manual_seed(0)
@@ -197,13 +200,7 @@ def met_in_a_batch(sizes):
     finally:
         for name, original in originals.items():
             setattr(collectives, name, original)
-    return met
-
-
-def test_no_batch_of_a_pipeline_lets_all_ranks_meet_at_once():
-    """Stages of a replica meet, and replicas, before the batch and after it; and those that sum one bucket."""
-    for met in run_on_ranks(met_in_a_batch, 4, {"pp_size": 2}):
-        assert met == [("all_reduce", 2)] * 5
+    assert met == [("all_reduce", 2)] * 5
 
 
 def boost_twice(options):

@@ -6,6 +6,7 @@ import torch
 from cases import Setting, assert_equals_one_process, zoo_case
 from matrix import matrix, named
 from model_zoo import get_model
+from ranked import on_ranks
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
@@ -22,7 +23,13 @@ def test_every_schedule_trains(name, style):
     assert_equals_one_process(zoo_case(name), Setting(HybridParallelPlugin, options), parts=2)
 
 
-def checkpointed(options, how):
+@matrix(
+    ["pp2-by the model", "pp2-after boost"],
+    options=named([{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}], ["pp2", "tp2pp2"]),
+    how=["before boost", "after boost", "by the model"],
+)
+@on_ranks(4)
+def test_layers_may_be_recomputed(options, how):
     """Compare activation checkpointing, by Booster or by the model itself, with none."""
     zoo = get_model("transformers/llama")
     found = []
@@ -40,15 +47,6 @@ def checkpointed(options, how):
         found.append({n: full_gradient(booster, model, n) for n in booster.plugin.parameter_paths(model)})
     for key, gradient in found[0].items():
         torch.testing.assert_close(found[1][key], gradient, msg=key)
-
-
-@matrix(
-    ["pp2-by the model", "pp2-after boost"],
-    options=named([{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}], ["pp2", "tp2pp2"]),
-    how=["before boost", "after boost", "by the model"],
-)
-def test_layers_may_be_recomputed(options, how):
-    run_on_ranks(checkpointed, 4, options, how)
 
 
 def from_a_loader(steps):

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, decayed, train_boosted
 from matrix import matrix
-from ranked import on_ranks
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import full_gradient
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
@@ -194,8 +194,10 @@ def test_a_rank_keeps_its_share_of_parameters_gradients_and_state():
         assert kept <= whole / 2 + 3 / 8 * parameters
 
 
-def save_and_go_on(folder):
+@on_ranks(4)
+def test_a_background_save_has_the_values_of_its_call(tmp_path):
     """Save in the background, and train on while files are written."""
+    folder = tmp_path / "model"
     booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=3, tp_size=2))
     index, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     model, optimizer, *_ = booster.boost(*TIED.make())
@@ -219,10 +221,6 @@ def save_and_go_on(folder):
     assert torch.equal(state["model.norm.weight"], saved["model.norm.weight"])
 
 
-def test_a_background_save_has_the_values_of_its_call(tmp_path):
-    run_on_ranks(save_and_go_on, 4, tmp_path / "model")
-
-
 class Widening(nn.Module):
     """Skips a layer on one rank."""
 
@@ -237,17 +235,15 @@ class Widening(nn.Module):
         return x.mean()
 
 
-def use_other_layers(widths):
+@pytest.mark.parametrize("widths", [[256] * 4, [256, 64, 128, 32]], ids=["of one size", "of other sizes"])
+@raises_on_ranks(
+    ConfigError,
+    r"used the model's parameters in different orders.*Run the same modules on every rank, or use `zero_stage=2`",
+    2,
+)
+def test_ranks_that_use_other_layers_raise(widths):
     booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=3))
     net = Widening(widths)
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     booster.backward(model(inputs(0, 0), dist.get_rank()), optimizer)
     optimizer.step()
-
-
-@pytest.mark.parametrize("widths", [[256] * 4, [256, 64, 128, 32]], ids=["of one size", "of other sizes"])
-def test_ranks_that_use_other_layers_raise(widths):
-    match = (
-        r"used the model's parameters in different orders.*Run the same modules on every rank, or use `zero_stage=2`"
-    )
-    expect_on_ranks(ConfigError, match, use_other_layers, 2, widths)

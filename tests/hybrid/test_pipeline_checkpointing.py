@@ -6,6 +6,7 @@ import pytest
 import torch
 from kept_activations import Keep, Kept, Layers
 from model_zoo import get_model
+from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -13,7 +14,7 @@ from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
 from booster_runtime import full_gradient
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 MICROBATCHES = 4
 KEPT_BYTES = 1 << 20
@@ -82,13 +83,10 @@ def test_kept_activations_match_the_checkpoint_ratio(ratio, expected):
     assert [peak for _, peak in run_on_ranks(train, 2, {"checkpoint_ratio": ratio})] == expected
 
 
-def checkpointed_twice(options):
+@raises_on_ranks(ConfigError, r"'model\.layers\.0' is checkpointed by the model itself", 2)
+def test_checkpoint_ratio_is_refused_with_gradient_checkpointing():
+    options = {"checkpoint_ratio": (1.0, 0.0)}
     model = get_model("transformers/llama").seeded()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     plugin = HybridParallelPlugin(pp_size=2, **options)
     Booster("cpu", plugin=plugin).boost(model)
-
-
-def test_checkpoint_ratio_is_refused_with_gradient_checkpointing():
-    message = r"'model\.layers\.0' is checkpointed by the model itself"
-    expect_on_ranks(ConfigError, message, checkpointed_twice, 2, {"checkpoint_ratio": (1.0, 0.0)})

@@ -96,16 +96,13 @@ def test_a_skipped_layer_at_a_cut_is_named_on_every_rank(skipped, options, messa
     expect_on_ranks(ConfigError, message, train_boosted, setting.num_ranks, case_of(skipped), setting)
 
 
-def skip_on_one_stage(stage, skipped):
+@raises_on_ranks(ConfigError, r"Stage 1 .* without a call of layer 'layers\.3', with which it begins", 2)
+def test_received_activations_that_are_not_used_are_named_on_every_rank():
+    skipped = (3,)
     booster, model, optimizer = boosted(Skipping())
-    if torch.distributed.get_rank() == stage:
+    if torch.distributed.get_rank() == 1:
         model.unwrap().skipped = skipped
     booster.execute_pipeline(iter([torch.ones(4, 4)]), model, own_loss, optimizer)
-
-
-def test_received_activations_that_are_not_used_are_named_on_every_rank():
-    message = r"Stage 1 .* without a call of layer 'layers\.3', with which it begins"
-    expect_on_ranks(ConfigError, message, skip_on_one_stage, 2, 1, (3,))
 
 
 class Choosing(Skipping):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from matrix import matrix
+from ranked import on_ranks
 
 from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
 from booster_testing import run_on_ranks
@@ -34,7 +35,8 @@ def link(names=("x", "y")):
     return CountingLink(names, range(size), dist.get_rank(), make_channels([range(size)]), torch.device("cpu"))
 
 
-def arrives_before_it_is_received():
+@on_ranks(2, timeout_seconds=30)
+def test_large_tensors_of_usual_shapes_travel_before_they_are_received():
     """Wait on the sender until a message has left, and on the receiver for word of that before receiving it."""
     pair, word = link(), torch.zeros(1)
     for number in range(4):
@@ -50,10 +52,6 @@ def arrives_before_it_is_received():
                 dist.recv(word, 0)
             assert torch.equal(pair.receive(0)["x"], message["x"])
     pair.finish()
-
-
-def test_large_tensors_of_usual_shapes_travel_before_they_are_received():
-    run_on_ranks(arrives_before_it_is_received, 2, timeout_seconds=30)
 
 
 def tensors(lengths, number):

@@ -6,6 +6,7 @@ import contextlib
 
 import torch
 from model_zoo import deepened, get_model
+from ranked import on_ranks
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
@@ -40,8 +41,9 @@ def test_bf16_gradients_of_split_layers_do_not_depend_on_when_they_are_computed(
         assert torch.equal(found[key], gradient), key
 
 
-def work_between(name):
-    """Return what a rank did, with how many products of matrices that its split layers hold."""
+@on_ranks(4)
+def test_split_layers_compute_weight_products_in_the_weight_phase_only():
+    name = "transformers/llama"
     zoo = get_model(name)
     options = {"pp_size": 2, "tp_size": 2, "pp_style": "zbv", "num_microbatches": 4}
     booster, model, optimizer = boosted(name, options)
@@ -69,14 +71,9 @@ def work_between(name):
         booster.execute_pipeline(iter([zoo.share(0, 0, 4)]), model, zoo.loss, optimizer)
     finally:
         linear._weight_gradient = original
-    return actions
-
-
-def test_split_layers_compute_weight_products_in_the_weight_phase_only():
-    for actions in run_on_ranks(work_between, 4, "transformers/llama"):
-        at = {work: [count for each, count in actions if each == work] for work, _ in actions}
-        # Seven of each layer, a layer in each stage, and the head in the last one.
-        assert sorted(set(at["backward_weight"])) in ([7], [7, 8])
-        assert not any(at["forward"])
-        assert not any(at["backward_input"])
-        assert len(at["backward_input"]) == len(at["backward_weight"]) == 8
+    at = {work: [count for each, count in actions if each == work] for work, _ in actions}
+    # Seven of each layer, a layer in each stage, and the head in the last one.
+    assert sorted(set(at["backward_weight"])) in ([7], [7, 8])
+    assert not any(at["forward"])
+    assert not any(at["backward_input"])
+    assert len(at["backward_input"]) == len(at["backward_weight"]) == 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process
+from ranked import raises_on_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -62,19 +63,14 @@ def boost(model, sharding, **options):
     return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
 
 
-def boost_zeros():
-    """Boost a model whose blocks begin as identities: with its own weights no difference would be seen."""
+@raises_on_ranks(ConfigError, r"layer 'blocks\.0'.*by up to.*'blocks\.0\.gate_up'.*`num_blocks=2`", 2)
+def test_zero_initialised_projections_do_not_hide_a_wrong_policy():
+    """Which policies are wrong, and how that is found, is in `test_probe.py`."""
     model = Model()
     for block in model.blocks:
         nn.init.zeros_(block.out.weight)
         nn.init.zeros_(block.down.weight)
     boost(model, policy(gate_up={}))
-
-
-def test_zero_initialised_projections_do_not_hide_a_wrong_policy():
-    """Which policies are wrong, and how that is found, is in `test_probe.py`."""
-    message = r"layer 'blocks\.0'.*by up to.*'blocks\.0\.gate_up'.*`num_blocks=2`"
-    expect_on_ranks(ConfigError, message, boost_zeros, 2)
 
 
 def states(number, replica):

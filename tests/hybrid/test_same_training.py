@@ -170,7 +170,13 @@ class Tied(nn.Module):
         return functional.linear(self.hidden(tokens), self.tokens.weight)
 
 
-def train_tied(is_inside, records=True):
+PART_OF_TABLE = r"reads parameter '(tokens|lm_head)\.weight' outside of the layer .*`linear_cross_entropy`"
+
+
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("is_inside", [True, False])
+@raises_on_ranks(ConfigError, PART_OF_TABLE, 2)
+def test_logits_of_a_part_of_a_table_raise(is_inside, records):
     """Make logits of a split table, in forward, or outside of it of what a part of the model returned."""
     torch.manual_seed(0)
     model, tokens = Tied(), torch.arange(24).view(2, 12) % 16
@@ -180,15 +186,6 @@ def train_tied(is_inside, records=True):
     with torch.set_grad_enabled(records):
         logits = boosted(tokens) if is_inside else functional.linear(model.hidden(tokens), model.tokens.weight)
     booster.backward(functional.cross_entropy(logits.flatten(0, 1)[:, :8], tokens.flatten() % 8), optimizer)
-
-
-PART_OF_TABLE = r"reads parameter '(tokens|lm_head)\.weight' outside of the layer .*`linear_cross_entropy`"
-
-
-@pytest.mark.parametrize("records", [True, False])
-@pytest.mark.parametrize("is_inside", [True, False])
-def test_logits_of_a_part_of_a_table_raise(is_inside, records):
-    expect_on_ranks(ConfigError, PART_OF_TABLE, train_tied, 2, is_inside, records)
 
 
 OUTSIDE = {
@@ -214,8 +211,11 @@ OF_COPIES = {
 """What a script does without gradients with what it has made of a table."""
 
 
-def use_head(options):
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_a_heads_table_is_read_by_the_head_alone(stage):
     """Train through the head, call it, and read its table by functions, with and without gradients."""
+    options = {"zero_stage": stage}
     torch.manual_seed(0)
     model = tiny_llama()
     booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, **options))
@@ -244,11 +244,6 @@ def use_head(options):
     torch.save(model.lm_head.weight.detach(), saved)
     saved.seek(0)
     assert type(torch.load(saved, weights_only=True)) is torch.Tensor
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_heads_table_is_read_by_the_head_alone(stage):
-    run_on_ranks(use_head, 2, {"zero_stage": stage})
 
 
 @raises_on_ranks(GradientError, r"'blocks\.0\.norm\.bias' \(rank 0 against rank 1\)", 2)

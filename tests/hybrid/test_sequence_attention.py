@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from defined_attention import attention_as_defined
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 
 from booster_hybrid.rank_group import RankGroup
@@ -13,7 +14,6 @@ from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
-from booster_testing import run_on_ranks
 
 BATCH, SIZE, VALUE_SIZE = 3, 4, 5
 
@@ -80,11 +80,6 @@ def attends(mode, heads, key_heads, length, kind):
         torch.testing.assert_close(ours.grad, layout.take(theirs.grad, 2, group.rank))
 
 
-def attends_in_all_ways(mode, heads, key_heads, length):
-    for kind in ("causal", "none", "padded", "padded_causal", "sliding", "tensor"):
-        attends(mode, heads, key_heads, length, kind)
-
-
 @matrix(
     ["1-2-2-5-all_to_all"],
     **{
@@ -100,8 +95,10 @@ def attends_in_all_ways(mode, heads, key_heads, length):
     },
     mode=["all_to_all", "ring_attn"],
 )
+@on_ranks("num_ranks")
 def test_parts_of_a_sequence_attend_as_the_whole_does(mode, num_ranks, heads, key_heads, length):
-    run_on_ranks(attends_in_all_ways, num_ranks, mode, heads, key_heads, length)
+    for kind in ("causal", "none", "padded", "padded_causal", "sliding", "tensor"):
+        attends(mode, heads, key_heads, length, kind)
 
 
 def attends_across(lengths, what):
@@ -140,12 +137,9 @@ def attends_across(lengths, what):
         torch.testing.assert_close(own_sinks.grad, sinks.grad)
 
 
-def attends_across_in_all_ways():
+@matrix(["1"], num_ranks=[1, 2, 4])  # test_ring_attention.py has rings
+@on_ranks("num_ranks")
+def test_parts_of_a_sequence_attend_to_parts_of_another(num_ranks):
     for lengths in ((7, 12), (12, 7), (5, 1), (1, 6), (8, 8)):
         for what in ((), ("bias",), ("softcap",), ("sinks",), ("bias", "sinks", "softcap")):
             attends_across(lengths, what)
-
-
-@matrix(["1"], num_ranks=[1, 2, 4])  # test_ring_attention.py has rings
-def test_parts_of_a_sequence_attend_to_parts_of_another(num_ranks):
-    run_on_ranks(attends_across_in_all_ways, num_ranks)

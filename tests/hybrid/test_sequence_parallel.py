@@ -180,7 +180,8 @@ def test_custom_masks_are_respected(options):
     torch.testing.assert_close(model(**batch).logits, expected(**batch).logits)
 
 
-def keeps_others_as_they_are(folder):
+@on_ranks(2)
+def test_shared_and_saved_configurations_are_not_changed(tmp_path):
     import json
 
     from transformers import LlamaForCausalLM
@@ -191,15 +192,11 @@ def keeps_others_as_they_are(folder):
     model, *_ = booster.boost(mine, torch.optim.SGD(mine.parameters(), lr=0.1))
     assert other.config._attn_implementation == "sdpa"
     other(**batch_of(0, 8, None))
-    booster.save_model(model, folder, shard=True)
-    assert "booster" not in (folder / "config.json").read_text()
-    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    loaded = LlamaForCausalLM.from_pretrained(folder)
+    booster.save_model(model, tmp_path, shard=True)
+    assert "booster" not in (tmp_path / "config.json").read_text()
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded(**batch_of(0, 8, None)).loss, model(**batch_of(0, 8, None)).loss)
-
-
-def test_shared_and_saved_configurations_are_not_changed(tmp_path):
-    run_on_ranks(keeps_others_as_they_are, 2, tmp_path)
 
 
 def boost_and_run(name, options, **more):

@@ -63,7 +63,11 @@ def losses(logits, labels):
     yield functional.cross_entropy(hooked(logits).flatten(0, 1), labels.flatten())
 
 
-def compare_losses():
+@pytest.mark.parametrize(
+    "num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+@on_ranks("num_ranks")
+def test_cross_entropy_in_all_its_forms_is_that_of_whole_logits(num_ranks):
     labels = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(1))
     labels[0, 0] = -100
     labels[0, 1], labels[1, 2] = 4, 5
@@ -78,13 +82,6 @@ def compare_losses():
             torch.autograd.grad(found, local, retain_graph=True),
         )
         torch.testing.assert_close(found, expected[..., own], msg=str(index))
-
-
-@pytest.mark.parametrize(
-    "num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
-def test_cross_entropy_in_all_its_forms_is_that_of_whole_logits(num_ranks):
-    run_on_ranks(compare_losses, num_ranks)
 
 
 @on_ranks(3)
@@ -213,7 +210,8 @@ def test_split_state_is_saved_whole():
     assert split.new_zeros(3).tolist() == [0.0] * 3
 
 
-def gathered_once():
+@on_ranks(2)
+def test_split_outputs_are_gathered_once():
     from booster_hybrid.tensor_parallel import vocabulary as module
 
     calls = []
@@ -231,11 +229,7 @@ def gathered_once():
         split.softmax(-1)
     finally:
         module.gather_last = original
-    return first, len(calls)
-
-
-def test_split_outputs_are_gathered_once():
-    assert run_on_ranks(gathered_once, 2) == [(1, 3)] * 2
+    assert (first, len(calls)) == (1, 3)
 
 
 def changed(logits):

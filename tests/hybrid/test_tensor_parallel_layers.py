@@ -236,7 +236,11 @@ def test_column_siblings_share_nothing_without_gradients(mode):
 # ---- what they skip
 
 
-def with_frozen(names):
+@pytest.mark.parametrize(
+    ("names", "num_computed"), [(["weight"], 0), (["q.", "k."], 4), (["out.weight"], 6), (["bias"], 8), (["blocks"], 0)]
+)
+@on_ranks(2)
+def test_gradients_of_frozen_weights_are_not_computed(names, num_computed):
     def freeze(model):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in names))
@@ -258,14 +262,7 @@ def with_frozen(names):
         linear._weight_gradient = original
     same_gradients(model, splits, whole)
     torch.testing.assert_close(other.grad, source.grad)
-    return len(computed)
-
-
-@pytest.mark.parametrize(
-    ("names", "num_computed"), [(["weight"], 0), (["q.", "k."], 4), (["out.weight"], 6), (["bias"], 8), (["blocks"], 0)]
-)
-def test_gradients_of_frozen_weights_are_not_computed(names, num_computed):
-    assert run_on_ranks(with_frozen, 2, names) == [num_computed] * 2
+    assert len(computed) == num_computed
 
 
 @on_ranks(2)
@@ -287,47 +284,38 @@ def test_frozen_layers_do_not_keep_their_input():
     assert source.grad is not None
 
 
-def plain_input():
+@on_ranks(2)
+def test_an_input_without_gradient_sends_nothing_in_backward():
+    """One sum in forward remains."""
     whole, model, splits = make(depth=1)
     with Calls() as calls:
         whole(batch()).square().sum().backward()
         model(batch()).square().sum().backward()
     same_gradients(model, splits, whole)
-    return len(calls.numels)
+    assert len(calls.numels) == 1
 
 
-def test_an_input_without_gradient_sends_nothing_in_backward():
-    """One sum in forward remains."""
-    assert run_on_ranks(plain_input, 2) == [1, 1]
-
-
-def shared_sums(kind):
+@pytest.mark.parametrize("kind", ["bias", "conv"])
+@on_ranks(2)
+def test_three_projections_share_one_sum(kind):
+    """Three layers: one sum in forward and one in backward each."""
     _, model, _ = make(kind, depth=3)
     source = batch().requires_grad_()
     with Calls() as calls:
         model(source).square().sum().backward()
-    return calls.numels
+    assert calls.numels == [2 * 5 * WIDTH] * 6
 
 
-@pytest.mark.parametrize("kind", ["bias", "conv"])
-def test_three_projections_share_one_sum(kind):
-    """Three layers: one sum in forward and one in backward each."""
-    assert run_on_ranks(shared_sums, 2, kind) == [[2 * 5 * WIDTH] * 6] * 2
-
-
-def sums_of_a_mixture(name):
-    zoo = get_model(name)
+@on_ranks(2)
+def test_a_mixture_of_experts_sends_as_often_as_a_dense_layer():
+    """Twice forward and twice backward in each layer, and once for the embedding; a gather serves the head."""
+    zoo = get_model("transformers/mixtral")
     model = zoo.seeded()
     parallelize(model, policy_for(model), RankGroup.of(None), parallel_output=False)
     with Calls() as calls:
         zoo.loss_of(model, zoo.whole(0, 1, 4)).backward()
-    return len(calls.numels), model.config.num_hidden_layers
-
-
-def test_a_mixture_of_experts_sends_as_often_as_a_dense_layer():
-    """Twice forward and twice backward in each layer, and once for the embedding; a gather serves the head."""
-    for num_sums, num_layers in run_on_ranks(sums_of_a_mixture, 2, "transformers/mixtral"):
-        assert num_sums == 4 * num_layers + 2
+    num_sums, num_layers = len(calls.numels), model.config.num_hidden_layers
+    assert num_sums == 4 * num_layers + 2
 
 
 @on_ranks(2)
@@ -340,7 +328,8 @@ def test_a_layer_that_is_not_used_has_no_gradient():
         assert each.blocks[0].attention.q.weight.grad is not None
 
 
-def cross_attention():
+@on_ranks(2)
+def test_projections_of_different_inputs_are_computed_once():
     whole, model, splits = make(depth=1)
     products = []
     original = linear.not_a_view  # called on each product
@@ -364,11 +353,7 @@ def cross_attention():
     finally:
         linear.not_a_view = original
     same_gradients(model, splits, whole)
-    return per_step
-
-
-def test_projections_of_different_inputs_are_computed_once():
-    assert run_on_ranks(cross_attention, 2) == [[4, 4, 4]] * 2
+    assert per_step == [4, 4, 4]
 
 
 # ---- what they keep
@@ -420,16 +405,13 @@ def test_unused_column_results_are_freed_in_backward():
     assert seen() is None
 
 
-def switched_autocast():
+@on_ranks(2)
+def test_column_siblings_keep_their_own_dtypes():
     _, model, _ = make(depth=1, dtype=torch.float32)
     source = batch(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         first = model.blocks[0].attention.q(source)
-    return first.dtype, model.blocks[0].attention.k(source).dtype
-
-
-def test_column_siblings_keep_their_own_dtypes():
-    assert run_on_ranks(switched_autocast, 2) == [(torch.bfloat16, torch.float32)] * 2
+    assert (first.dtype, model.blocks[0].attention.k(source).dtype) == (torch.bfloat16, torch.float32)
 
 
 # ---- when they send
@@ -437,7 +419,9 @@ def test_column_siblings_keep_their_own_dtypes():
 DELAY, PER_WEIGHT = 0.3, 0.08
 
 
-def overlapped():
+@on_ranks(2)
+def test_weight_gradients_are_computed_while_the_sum_travels():
+    """Three weights' gradients of 0.08 s each leave less than 0.07 s of the sum's 0.3 s to wait for."""
     _, model, _ = make(depth=1)
     source = batch().requires_grad_()
     output = model(source)
@@ -467,11 +451,5 @@ def overlapped():
             output.sum().backward()
     finally:
         linear._weight_gradient = original
-    return waited
-
-
-def test_weight_gradients_are_computed_while_the_sum_travels():
-    """Three weights' gradients of 0.08 s each leave less than 0.07 s of the sum's 0.3 s to wait for."""
-    for waited in run_on_ranks(overlapped, 2):
-        assert len(waited) == 1
-        assert waited[0] <= DELAY - 3 * PER_WEIGHT
+    assert len(waited) == 1
+    assert waited[0] <= DELAY - 3 * PER_WEIGHT

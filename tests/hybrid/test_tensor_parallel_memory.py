@@ -17,7 +17,7 @@ from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.collectives import gathered_last
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary, vocabulary_cross_entropy
-from booster_testing import peak_memory, run_on_ranks
+from booster_testing import peak_memory
 from booster_testing.models import tiny_llama
 
 MIB = 2**20
@@ -30,7 +30,8 @@ def llama(hidden=512, layers=3, vocabulary=4096):
     return tiny_llama(vocab_size=vocabulary, **sizes)
 
 
-def splits_and_frees():
+@on_ranks(2)
+def test_splitting_keeps_nothing_of_the_whole_weights():
     small = llama(64, 1, 64)  # what imports take
     parallelize(small, policy_for(small), RankGroup.of(None))
     with peak_memory() as used:
@@ -43,18 +44,17 @@ def splits_and_frees():
     for name in split.splits:
         parameter = model.get_parameter(name)
         assert parameter.untyped_storage().nbytes() == parameter.numel() * 4, name
-    return used.kept_bytes, sum(parameter.numel() * 4 for parameter in model.parameters())
-
-
-def test_splitting_keeps_nothing_of_the_whole_weights():
-    for kept, here in run_on_ranks(splits_and_frees, 2):
-        assert kept <= here * 1.05
+    kept, here = used.kept_bytes, sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert kept <= here * 1.05
 
 
 TOKENS, VOCABULARY = 4096, 8192
 
 
-def loss_of_split_logits(dtype):
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@on_ranks(2)
+def test_the_loss_needs_no_copy_of_the_logits(dtype):
+    """Only their gradient is as large, in their own format; in bf16 a copy in fp32 would take twice as much."""
     group = RankGroup.of(None)
     width = VOCABULARY // group.size
     torch.manual_seed(0)
@@ -67,18 +67,14 @@ def loss_of_split_logits(dtype):
         losses = vocabulary_cross_entropy(logits, labels, vocabulary)
     with peak_memory() as backward:
         losses.mean().backward()
-    return forward.peak_bytes, backward.peak_bytes, logits.numel() * logits.element_size()
+    forward, backward, nbytes = forward.peak_bytes, backward.peak_bytes, logits.numel() * logits.element_size()
+    assert forward < 0.5 * nbytes
+    assert nbytes <= backward < 1.5 * nbytes
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_the_loss_needs_no_copy_of_the_logits(dtype):
-    """Only their gradient is as large, in their own format; in bf16 a copy in fp32 would take twice as much."""
-    for forward, backward, nbytes in run_on_ranks(loss_of_split_logits, 2, dtype):
-        assert forward < 0.5 * nbytes
-        assert nbytes <= backward < 1.5 * nbytes
-
-
-def same_loss(dtype, size):
+@matrix(["2-dtype2"], size=[2, 3], dtype=[torch.float64, torch.float32, torch.bfloat16])
+@on_ranks("size")
+def test_the_loss_of_split_logits_is_that_of_whole_ones(dtype, size):
     group = RankGroup.of(None)
     torch.manual_seed(0)
     vocabulary, num_tokens = 1001, 600  # several blocks, uneven parts
@@ -99,11 +95,6 @@ def same_loss(dtype, size):
     torch.testing.assert_close(part.grad, whole.grad[:, cuts[group.rank] : cuts[group.rank + 1]])
 
 
-@matrix(["2-dtype2"], size=[2, 3], dtype=[torch.float64, torch.float32, torch.bfloat16])
-def test_the_loss_of_split_logits_is_that_of_whole_ones(dtype, size):
-    run_on_ranks(same_loss, size, dtype, size)
-
-
 @on_ranks(2)
 def test_extreme_logits_have_finite_losses():
     group = RankGroup.of(None)
@@ -119,17 +110,6 @@ def test_extreme_logits_have_finite_losses():
     assert part.grad.isfinite().all()
 
 
-def gathers_in_blocks(sizes, num_rows):
-    group = RankGroup.of(None)
-    cuts = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
-    whole = torch.arange(num_rows * sum(sizes), dtype=torch.float32).view(num_rows, sum(sizes))
-    part = whole[:, cuts[group.rank] : cuts[group.rank + 1]]
-    with peak_memory() as used:
-        found = gathered_last(part.unflatten(0, (2, -1)) if num_rows else part, sizes, group)
-    torch.testing.assert_close(found.view(whole.shape), whole)
-    return used.peak_bytes, whole.numel() * 4
-
-
 @pytest.mark.parametrize(
     ("sizes", "num_rows"),
     [
@@ -139,6 +119,14 @@ def gathers_in_blocks(sizes, num_rows):
         pytest.param([1_000_000, 2], 4, marks=pytest.mark.slow),
     ],
 )
+@on_ranks(2)
 def test_gather_last_makes_no_second_copy(sizes, num_rows):
-    for peak, nbytes in run_on_ranks(gathers_in_blocks, 2, sizes, num_rows):
-        assert peak < nbytes + 12 * MIB
+    group = RankGroup.of(None)
+    cuts = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
+    whole = torch.arange(num_rows * sum(sizes), dtype=torch.float32).view(num_rows, sum(sizes))
+    part = whole[:, cuts[group.rank] : cuts[group.rank + 1]]
+    with peak_memory() as used:
+        found = gathered_last(part.unflatten(0, (2, -1)) if num_rows else part, sizes, group)
+    torch.testing.assert_close(found.view(whole.shape), whole)
+    peak, nbytes = used.peak_bytes, whole.numel() * 4
+    assert peak < nbytes + 12 * MIB

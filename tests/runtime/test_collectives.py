@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import matrix, named
+from ranked import on_ranks
 
 from booster_runtime import collectives
 from booster_runtime.collectives.pending import WAITS, Pending
@@ -16,33 +17,6 @@ from booster_testing import run_on_ranks
 
 def values(rank, numel, dtype):
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
-def reduces(bounds, dtype, out_dtype, scale, accumulate):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    source = values(rank, bounds[-1], dtype)
-    out = torch.full((bounds[rank + 1] - bounds[rank],), 2.0, dtype=out_dtype)
-    pending = collectives.reduce_scatter(source, bounds, out, scale=scale, accumulate=accumulate)
-    pending.wait()
-    pending.wait()  # a second wait changes nothing
-    whole = sum(values(peer, bounds[-1], dtype).double() for peer in range(size))
-    expected = whole[bounds[rank] : bounds[rank + 1]] * scale + (2.0 if accumulate else 0.0)
-    # One rounding where the format is narrow; a few of fp32 else.
-    tolerance = {"rtol": 2**-8, "atol": 1e-6} if out_dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
-    torch.testing.assert_close(out.double(), expected, **tolerance)
-
-
-def gathers(bounds, dtype):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    expected = values(99, bounds[-1], dtype)
-    buffer = torch.full_like(expected, -7.0)
-    own = slice(bounds[rank], bounds[rank + 1])
-    buffer[own] = expected[own]
-    first, second = collectives.all_gather(buffer, bounds), collectives.all_gather(buffer.clone(), bounds)
-    first.wait()
-    second.wait()
-    assert torch.equal(buffer, expected)
-    assert collectives.all_gather_object(rank) == list(range(size))
 
 
 BOUNDS = {1: (0, 12), 2: (0, 6, 12), 3: (0, 4, 8, 12)}
@@ -67,8 +41,19 @@ UNEVEN = {2: (0, 0, 11), 3: (0, 5, 5, 17)}
     },
     bounds=named([*BOUNDS.values(), *UNEVEN.values()], str),
 )
+@on_ranks(lambda bounds: len(bounds) - 1)
 def test_a_reduction_gives_each_rank_its_slice_of_the_sum(bounds, dtype, out_dtype, accumulate):
-    run_on_ranks(reduces, len(bounds) - 1, bounds, dtype, out_dtype, 0.5, accumulate)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    source = values(rank, bounds[-1], dtype)
+    out = torch.full((bounds[rank + 1] - bounds[rank],), 2.0, dtype=out_dtype)
+    pending = collectives.reduce_scatter(source, bounds, out, scale=0.5, accumulate=accumulate)
+    pending.wait()
+    pending.wait()  # a second wait changes nothing
+    whole = sum(values(peer, bounds[-1], dtype).double() for peer in range(size))
+    expected = whole[bounds[rank] : bounds[rank + 1]] * 0.5 + (2.0 if accumulate else 0.0)
+    # One rounding where the format is narrow; a few of fp32 else.
+    tolerance = {"rtol": 2**-8, "atol": 1e-6} if out_dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(out.double(), expected, **tolerance)
 
 
 @matrix(
@@ -76,11 +61,22 @@ def test_a_reduction_gives_each_rank_its_slice_of_the_sum(bounds, dtype, out_dty
     dtype=named([torch.float32, torch.bfloat16, torch.float16], str),
     bounds=named([*BOUNDS.values(), *UNEVEN.values()], str),
 )
+@on_ranks(lambda bounds: len(bounds) - 1)
 def test_a_gather_fills_the_buffer_in_place(bounds, dtype):
-    run_on_ranks(gathers, len(bounds) - 1, bounds, dtype)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    expected = values(99, bounds[-1], dtype)
+    buffer = torch.full_like(expected, -7.0)
+    own = slice(bounds[rank], bounds[rank + 1])
+    buffer[own] = expected[own]
+    first, second = collectives.all_gather(buffer, bounds), collectives.all_gather(buffer.clone(), bounds)
+    first.wait()
+    second.wait()
+    assert torch.equal(buffer, expected)
+    assert collectives.all_gather_object(rank) == list(range(size))
 
 
-def in_flight_with_users_messages():
+@on_ranks(2)
+def test_messages_of_the_user_stay_apart():
     """Messages that the user sends between the same ranks are not mistaken for ours."""
     rank = dist.get_rank()
     source = torch.full((8,), float(rank + 1))
@@ -95,20 +91,13 @@ def in_flight_with_users_messages():
     assert torch.equal(theirs, torch.full((4,), 101.0 - rank))
 
 
-def test_messages_of_the_user_stay_apart():
-    run_on_ranks(in_flight_with_users_messages, 2)
-
-
-def first_ranks_values():
+@on_ranks(2)
+def test_broadcast_and_all_reduce_take_a_tensor_in_place():
     tensor = torch.full((3,), float(dist.get_rank()))
     collectives.broadcast(tensor).wait()
     assert torch.equal(tensor, torch.zeros(3))
     collectives.all_reduce(tensor.add_(dist.get_rank() + 1), dist.ReduceOp.MAX).wait()
     assert torch.equal(tensor, torch.full((3,), 2.0))
-
-
-def test_broadcast_and_all_reduce_take_a_tensor_in_place():
-    run_on_ranks(first_ranks_values, 2)
 
 
 def term(rank, numel, dtype):
@@ -148,23 +137,20 @@ def test_all_reduce_sums_in_rank_order_and_fp32(num_ranks, op_name, dtype):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def combines(numel, dtype, op_name):
-    op = getattr(dist.ReduceOp, op_name)
-    tensor = values(dist.get_rank(), numel, torch.float32).mul(100).to(dtype)
-    terms = [values(peer, numel, torch.float32).mul(100).to(dtype) for peer in range(dist.get_world_size())]
-    expected = {"SUM": torch.sum, "MAX": torch.amax, "MIN": torch.amin}[op_name](torch.stack(terms), 0)
-    collectives.all_reduce(tensor, op).wait()
-    assert torch.equal(tensor, expected)
-
-
 @matrix(
     1,
     num_ranks=[2, 3],
     numel=[0, 1, 1000, 200_001],
     **{"dtype, op_name": named([(torch.float32, "MAX"), (torch.int64, "SUM"), (torch.int64, "MIN")], str, joint=True)},
 )
+@on_ranks("num_ranks")
 def test_all_reduce_is_exact_where_no_order_changes_the_result(num_ranks, numel, dtype, op_name):
-    run_on_ranks(combines, num_ranks, numel, dtype, op_name)
+    op = getattr(dist.ReduceOp, op_name)
+    tensor = values(dist.get_rank(), numel, torch.float32).mul(100).to(dtype)
+    terms = [values(peer, numel, torch.float32).mul(100).to(dtype) for peer in range(dist.get_world_size())]
+    expected = {"SUM": torch.sum, "MAX": torch.amax, "MIN": torch.amin}[op_name](torch.stack(terms), 0)
+    collectives.all_reduce(tensor, op).wait()
+    assert torch.equal(tensor, expected)
 
 
 def averages_large_halves():
@@ -191,10 +177,11 @@ def test_reduce_scatter_into_a_narrower_dtype_keeps_the_source():
     assert all(run_on_ranks(scatters_to_narrow, 3))
 
 
-def waits_in_another_order_on_each_rank(rounds):
+@on_ranks(3)
+def test_ranks_may_wait_for_large_sums_in_any_order():
     """Large sums on three ranks have two halves; the order of waits may not block the second."""
     rank = dist.get_rank()
-    for _ in range(rounds):
+    for _ in range(12):
         tensors = [torch.full((50_000,), float(rank + part)) for part in range(3)]
         works = [collectives.all_reduce(tensor) for tensor in tensors]
         if rank == 1:
@@ -205,12 +192,11 @@ def waits_in_another_order_on_each_rank(rounds):
             assert torch.equal(tensor, torch.full((50_000,), 3.0 + 3 * part))
 
 
-def test_ranks_may_wait_for_large_sums_in_any_order():
-    run_on_ranks(waits_in_another_order_on_each_rank, 3, 12)
-
-
-def exchanges(lengths):
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@on_ranks("num_ranks")
+def test_each_rank_gets_the_slices_that_the_others_have_for_it(num_ranks):
     """Each rank has a slice of another length for each other; a third of them is empty."""
+    lengths = [[3, 0, 5, 7], [2, 4, 0, 1], [0, 9, 6, 0], [8, 1, 0, 2]]
     rank, size = dist.get_rank(), dist.get_world_size()
     sent = [0, *accumulate(lengths[rank][:size])]
     received = [0, *accumulate(lengths[peer][rank] for peer in range(size))]
@@ -221,16 +207,23 @@ def exchanges(lengths):
     assert torch.equal(out, torch.cat(expected))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_each_rank_gets_the_slices_that_the_others_have_for_it(num_ranks):
-    run_on_ranks(exchanges, num_ranks, [[3, 0, 5, 7], [2, 4, 0, 1], [0, 9, 6, 0], [8, 1, 0, 2]])
+@on_ranks(2, group_timeout_seconds=10.0)
+def test_collectives_that_nobody_waits_for_take_no_message_of_the_next():
+    rank = dist.get_rank()
+    for number in range(3):
+        collectives.all_reduce(torch.full((4,), float(rank + number)), dist.ReduceOp.SUM)
+    last = torch.full((4,), float(rank))
+    collectives.all_reduce(last, dist.ReduceOp.SUM).wait()
+    assert last.tolist() == [1.0] * 4
 
 
-def held_after(rounds):
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list a process's open files there")
+@on_ranks(2)
+def test_groups_that_are_destroyed_leave_no_files_or_threads():
     tensor = torch.ones(300_000)
 
     def use():
-        for _ in range(rounds):
+        for _ in range(5):
             group = dist.new_group()
             collectives.all_reduce(tensor, group=group).wait()
             collectives.all_reduce(tensor[:8].clone(), group=group).wait()
@@ -242,26 +235,8 @@ def held_after(rounds):
     use()
     before = held()
     use()
-    return before, held()
-
-
-def sum_after_sums_that_are_dropped():
-    rank = dist.get_rank()
-    for number in range(3):
-        collectives.all_reduce(torch.full((4,), float(rank + number)), dist.ReduceOp.SUM)
-    last = torch.full((4,), float(rank))
-    collectives.all_reduce(last, dist.ReduceOp.SUM).wait()
-    return last.tolist()
-
-
-def test_collectives_that_nobody_waits_for_take_no_message_of_the_next():
-    assert run_on_ranks(sum_after_sums_that_are_dropped, 2, group_timeout_seconds=10.0) == [[1.0] * 4] * 2
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list a process's open files there")
-def test_groups_that_are_destroyed_leave_no_files_or_threads():
-    for before, after in run_on_ranks(held_after, 2, 5):
-        assert after == before
+    after = held()
+    assert after == before
 
 
 def test_a_collective_without_a_process_group_says_what_to_start():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranked import on_ranks
 from reference_plugins import ReferencePlugin
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -11,7 +12,6 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime import evaluate_batch, gather_for_metrics
 from booster_runtime.data.prepare import prepare_dataloader
 from booster_runtime.data.shard import split_dataloader
-from booster_testing import run_on_ranks
 
 
 class Stream(IterableDataset):
@@ -102,8 +102,10 @@ def test_one_process_gathers_what_it_has():
         gather_for_metrics(booster, torch.ones(2), DataLoader(range(4), batch_size=2))
 
 
-def mean_of_evaluations(weight, count):
-    """Return the mean loss over a data set, and how many outputs and gathered values there are."""
+@pytest.mark.parametrize("weight", [None, len])
+@pytest.mark.parametrize(("count", "world_size"), [(7, 1), (7, 2), (9, 2), (8, 2), (5, 4)])
+@on_ranks("world_size")
+def test_the_mean_loss_counts_each_sample_once(count, world_size, weight):
     torch.manual_seed(2)
     data = torch.randn(count, 8)
     booster = Booster("cpu", plugin=ReferencePlugin() if DistCoordinator().world_size > 1 else None)
@@ -114,13 +116,7 @@ def mean_of_evaluations(weight, count):
         found.append(evaluate_batch(booster, batches, model, lambda out, _: out.square().mean(), weight=weight))
         gathered += gather_for_metrics(booster, found[-1].outputs, loader).flatten().tolist()
     total = sum(each.weight for each in found)
-    return float(sum(each.loss * each.weight for each in found) / total), gathered
-
-
-@pytest.mark.parametrize("weight", [None, len])
-@pytest.mark.parametrize(("count", "world_size"), [(7, 1), (7, 2), (9, 2), (8, 2), (5, 4)])
-def test_the_mean_loss_counts_each_sample_once(count, world_size, weight):
-    for loss, gathered in run_on_ranks(mean_of_evaluations, world_size, weight, count):
-        outputs = torch.tensor(gathered)
-        assert len(outputs) == count
-        assert loss == pytest.approx(float(outputs.square().mean()), rel=1e-5)
+    loss = float(sum(each.loss * each.weight for each in found) / total)
+    outputs = torch.tensor(gathered)
+    assert len(outputs) == count
+    assert loss == pytest.approx(float(outputs.square().mean()), rel=1e-5)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -67,15 +68,12 @@ def test_rows_cut_by_two_axes_out_of_order_are_found():
         assert sorted(rows) == list(range(9))
 
 
-def partial_sum():
+@on_ranks(2)
+def test_values_that_are_still_to_be_summed_are_refused():
     mesh = init_device_mesh("cpu", (2,))
     tensor = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
     with pytest.raises(CheckpointError, match=r"'w/sum' is placed as .* so no rank holds its values"):
         list(dtensor_shards("w", "sum", tensor))
-
-
-def test_values_that_are_still_to_be_summed_are_refused():
-    run_on_ranks(partial_sum, 2)
 
 
 MESHES = {

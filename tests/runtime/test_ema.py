@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranked import on_ranks
 from resumable import ResumableRun as Run
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -11,7 +12,10 @@ from booster_core.errors import CheckpointError, ConfigError
 from booster_testing import run_on_ranks
 
 
-def averages_beside_torch(decay):
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
+@on_ranks("world_size")
+def test_equals_torch(decay, world_size):
     run = Run()
     reference = AveragedModel(run.model.unwrap(), multi_avg_fn=get_ema_multi_avg_fn(decay))
     reference.update_parameters(run.model.unwrap())  # its first update copies
@@ -29,12 +33,6 @@ def averages_beside_torch(decay):
     assert all(torch.equal(inside[name], before[name]) for name in before) == (decay == 0.0)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert torch.equal(inside["seen"], before["seen"])  # a buffer: copied
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
-def test_equals_torch(decay, world_size):
-    run_on_ranks(averages_beside_torch, world_size, decay)
 
 
 def train_and_save(folder, shard, use_async):

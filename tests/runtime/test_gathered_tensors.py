@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranked import on_ranks
 from reference_plugins import ReferencePlugin
 
 from booster_core import Booster
@@ -73,7 +74,8 @@ def test_changes_are_rank_0s_on_every_rank():
     torch.testing.assert_close(momentum, plain.first.weight.grad)
 
 
-def masters_follow():
+@on_ranks(2)
+def test_masters_follow_and_lead():
     booster, model, optimizer = boost(precision="bf16")
     with gathered(booster, model, [WEIGHT], writes=True) as tensors:
         tensors[WEIGHT].fill_(0.75)
@@ -83,27 +85,21 @@ def masters_follow():
     master = full_state(booster, model, WEIGHT, "master")
     torch.testing.assert_close(master, torch.full((16, 8), 0.75 - 1e-5), rtol=0, atol=1e-7)
     set_full_state(booster, model, WEIGHT, "master", torch.full((16, 8), 0.123))
-    return bool((model.unwrap().first.weight == torch.tensor(0.123).bfloat16()).all())
+    assert bool((model.unwrap().first.weight == torch.tensor(0.123).bfloat16()).all())
 
 
-def test_masters_follow_and_lead():
-    assert run_on_ranks(masters_follow, 2) == [True, True]
-
-
-def tied():
+@on_ranks(2)
+def test_tied_tensors_and_buffers_are_found_by_any_name():
     booster, model, _ = boost(model_class=TinyMixedBag)
     with gathered(booster, model, ["head.weight", "scale"], writes=True) as tensors:
         tensors["head.weight"].fill_(3.0)
         tensors["scale"].fill_(2.0)
     inner = model.unwrap()
-    return bool((inner.embedding.weight == 3).all()), bool((inner.scale == 2).all())
+    assert (bool((inner.embedding.weight == 3).all()), bool((inner.scale == 2).all())) == (True, True)
 
 
-def test_tied_tensors_and_buffers_are_found_by_any_name():
-    assert run_on_ranks(tied, 2) == [(True, True)] * 2
-
-
-def refused():
+@on_ranks(2)
+def test_what_is_not_there_or_does_not_fit_is_named_on_every_rank():
     booster, model, optimizer = boost()
     rank = booster.context.coordinator.rank
     with pytest.raises(ConfigError, match=f"Did you mean '{WEIGHT}'"), gathered(booster, model, [WEIGHT[:-1]]):
@@ -127,19 +123,12 @@ def refused():
         set_full_gradient(booster, model, WEIGHT, whole if rank else whole.tolist())  # rank 0's alone is wrong
 
 
-def test_what_is_not_there_or_does_not_fit_is_named_on_every_rank():
-    run_on_ranks(refused, 2)
-
-
-def without_a_way():
+@on_ranks(2)
+def test_a_plugin_that_can_not_set_gradients_says_so():
     booster, model, optimizer = boost(ReferencePlugin())
     backward(booster, model, optimizer)
     with pytest.raises(PluginError, match="'reference' keeps gradients in its own way, and has no `set_full_gradient`"):
         set_full_gradient(booster, model, WEIGHT, torch.zeros(16, 8))
-
-
-def test_a_plugin_that_can_not_set_gradients_says_so():
-    run_on_ranks(without_a_way, 2)
 
 
 def test_gradients_of_one_process_are_set_and_sparse_ones_are_not():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks
 from torch import nn
 
 from booster_core.plugin import BoostContext
@@ -86,7 +87,9 @@ def test_an_error_is_raised_after_the_rank_has_taken_part_for_the_others():
         run_on_ranks(fail_on_one_rank, 2)
 
 
-def possible(case):
+@pytest.mark.parametrize(("case", "expected"), [("plain", True), ("host", False), ("expanded", False)])
+@on_ranks(2)
+def test_ranks_agree_on_whether_it_is_possible(case, expected):
     model = Model()
     if case == "expanded" and dist.get_rank():
         model.first.bias = nn.Parameter(torch.zeros(1).expand(5))
@@ -96,9 +99,4 @@ def possible(case):
     )
     with context.coordinator.together("boost") as meeting:
         compare_hosts(model, context, meeting)
-    return shards_from_host(context)
-
-
-@pytest.mark.parametrize(("case", "expected"), [("plain", True), ("host", False), ("expanded", False)])
-def test_ranks_agree_on_whether_it_is_possible(case, expected):
-    assert run_on_ranks(possible, 2, case) == [expected] * 2
+    assert shards_from_host(context) == expected

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, ClassVar
 
 import torch
+from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Boosted, Booster
@@ -17,7 +18,7 @@ from booster_core.state.shard import TensorShard, full_box
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import materialize, take_recording
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
-from booster_testing import close_ranks, expect_on_ranks, run_on_ranks
+from booster_testing import close_ranks, run_on_ranks
 from booster_testing.memory import peak_memory
 from booster_testing.models import TinyMixedBag
 
@@ -79,14 +80,11 @@ def test_ranks_with_other_seeds_keep_parts_of_the_first_ranks_model() -> None:
         assert all(torch.equal(buffers[name], buffer) for name, buffer in eager.named_buffers())
 
 
-def build_differently() -> None:
+@raises_on_ranks(ConfigError, r"'1\.weight'.*on rank 1", 2)
+def test_other_models_on_other_ranks_are_refused() -> None:
     with LazyInitContext():
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + DistCoordinator().rank)))
     Booster(plugin=Rows()).boost(model)
-
-
-def test_other_models_on_other_ranks_are_refused() -> None:
-    expect_on_ranks(ConfigError, r"'1\.weight'.*on rank 1", build_differently, 2)
 
 
 def build_in_another_order() -> dict[str, torch.Tensor]:

@@ -4,11 +4,11 @@ import pytest
 import torch
 from adapted_models import bits
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
+from ranked import on_ranks
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_runtime import LazyInitContext, quantization
-from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
@@ -23,7 +23,8 @@ pytestmark = [
 ]
 
 
-def train_packed():
+@on_ranks(1)
+def test_adapters_train_over_a_packed_base():
     """Train adapters over a packed base; return losses, and whether the base has stayed."""
     use_isolated_libraries()
     import_quietly(["bitsandbytes"])
@@ -45,17 +46,14 @@ def train_packed():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return losses, len(packed), all(map(torch.equal, packed, before))
-
-
-def test_adapters_train_over_a_packed_base():
-    ((losses, num_packed, is_same),) = run_on_ranks(train_packed, 1)
+    num_packed, is_same = len(packed), all(map(torch.equal, packed, before))
     assert losses[2] < losses[1] < losses[0]
     assert num_packed == 2 * 7, "the linear layers of both blocks, and not the head"
     assert is_same
 
 
-def ask_for_settings():
+@on_ranks(1)
+def test_settings_are_four_bits_by_default():
     use_isolated_libraries()
     import_quietly(["bitsandbytes"])
     device = torch.device("cuda")
@@ -67,17 +65,13 @@ def ask_for_settings():
         quantization.check_quantization({"load_in_8bit": True}, device)
 
 
-def test_settings_are_four_bits_by_default():
-    run_on_ranks(ask_for_settings, 1)
-
-
 def gpt2():
     torch.manual_seed(3)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2))
 
 
-def pack_gpt2():
-    """Return how far the outputs of packed layers are from those of the layers, and how many were packed."""
+@on_ranks(1)
+def test_layers_of_gpt2_are_packed():
     use_isolated_libraries()
     import_quietly(["bitsandbytes"])
     plain, packed = gpt2().eval(), gpt2().eval()
@@ -87,16 +81,13 @@ def pack_gpt2():
     tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         exact, rounded = (model.transformer(tokens).last_hidden_state for model in (plain, packed))
-    return num_packed, float((exact - rounded).norm() / exact.norm())
-
-
-def test_layers_of_gpt2_are_packed():
-    ((num_packed, error),) = run_on_ranks(pack_gpt2, 1)
+    error = float((exact - rounded).norm() / exact.norm())
     assert num_packed == 2 * 4
     assert 0 < error < 0.2, "4 bits are within a few per cent of the weights; transposed ones would be far off"
 
 
-def refuse_experts():
+@on_ranks(1)
+def test_layers_that_cannot_be_packed_are_named():
     use_isolated_libraries()
     import_quietly(["bitsandbytes"])
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -110,7 +101,3 @@ def refuse_experts():
     named.llm_int8_skip_modules = ["experts", "gate"]
     quantization.quantize_linears(model, named)
     assert sum(type(layer).__name__ == "Linear4bit" for layer in model.modules()) == 4
-
-
-def test_layers_that_cannot_be_packed_are_named():
-    run_on_ranks(refuse_experts, 1)

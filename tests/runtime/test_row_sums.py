@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks
 
 from booster_runtime import collectives
 from booster_runtime.collectives.rows import touched_rows
@@ -36,8 +37,9 @@ def term(name, dtype, width):
     return torch.where(is_touched, matrix, torch.zeros((), dtype=dtype))
 
 
-def differing_sums():
-    """Return the cases in which sums of rows and of parts differ in any bit."""
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks("num_ranks")
+def test_sums_of_rows_have_the_bits_of_whole_sums(num_ranks):
     rank, size = dist.get_rank(), dist.get_world_size()
     wrong = []
     for width in (WIDTH, 8):
@@ -55,17 +57,12 @@ def differing_sums():
                             collectives.reduce_scatter([(0, part)], bounds, out, **settings).wait()
                         if not torch.equal(*outs):
                             wrong.append((width, tuple(bounds), name, dtype, out_dtype, accumulate))
-    return wrong
+    assert wrong == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_sums_of_rows_have_the_bits_of_whole_sums(num_ranks):
-    for wrong in run_on_ranks(differing_sums, num_ranks):
-        assert wrong == []
-
-
-def parts_of_both_kinds():
-    """Return whether a sum of parts, some of which are matrices, has the bits of a sum of flat parts."""
+@on_ranks("num_ranks")
+def test_parts_may_be_flat_and_matrices(num_ranks):
     rank, size = dist.get_rank(), dist.get_world_size()
     few, many = term("own", torch.float32, WIDTH), term("all on one", torch.float32, WIDTH)
     flat = torch.randn(50, generator=torch.Generator().manual_seed(rank))
@@ -78,12 +75,7 @@ def parts_of_both_kinds():
         flattened = [(offset, part.view(-1)) for offset, part in parts]
         collectives.reduce_scatter(flattened, bounds, outs[1], scale=0.5).wait()
         equal.append(torch.equal(*outs))
-    return equal
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_parts_may_be_flat_and_matrices(num_ranks):
-    assert run_on_ranks(parts_of_both_kinds, num_ranks) == [[True, True]] * num_ranks
+    assert equal == [True, True]
 
 
 def not_finite():
@@ -104,8 +96,9 @@ def test_values_that_are_not_finite_count_as_touched():
     assert second.count_nonzero() == 0
 
 
-def underway_together():
-    """Return the parts of this rank's slices that are wrong, of sums that were started before any was waited for."""
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks("num_ranks")
+def test_several_sums_of_rows_may_be_underway(num_ranks):
     rank, size = dist.get_rank(), dist.get_world_size()
     matrices = [torch.zeros(ROWS, WIDTH) for _ in range(3)]
     for number, matrix in enumerate(matrices):
@@ -121,12 +114,7 @@ def underway_together():
     for matrix in matrices:
         dist.all_reduce(matrix)
     own = slice(bounds[rank], bounds[rank + 1])
-    return [bool((out != matrix.view(-1)[own]).any()) for out, matrix in zip(outs, matrices, strict=True)]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_several_sums_of_rows_may_be_underway(num_ranks):
-    assert run_on_ranks(underway_together, num_ranks) == [[False] * 3] * num_ranks
+    assert all(torch.equal(out, matrix.view(-1)[own]) for out, matrix in zip(outs, matrices, strict=True))
 
 
 def test_rows_are_found_wherever_they_begin_in_memory():

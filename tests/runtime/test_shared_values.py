@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
 from booster_core.errors import GradientError
@@ -19,7 +20,7 @@ from booster_runtime.sharding import (
     note_reductions,
     raise_for_unused,
 )
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 
 class Mixed(nn.Module):
@@ -38,19 +39,16 @@ class Mixed(nn.Module):
         return self.norm(x)
 
 
-def agree():
+@on_ranks(2)
+def test_every_rank_begins_with_the_first_ranks_values():
     model = Mixed(dist.get_rank())
     strides = model.weight.stride()
     agree_on_values(model)
     expected = Mixed(0)
     assert model.weight.stride() == strides
-    return [torch.equal(value, expected.state_dict()[name]) for name, value in model.state_dict().items()]
-
-
-def test_every_rank_begins_with_the_first_ranks_values():
-    for found in run_on_ranks(agree, 2):
-        assert found
-        assert all(found)
+    found = [torch.equal(value, expected.state_dict()[name]) for name, value in model.state_dict().items()]
+    assert found
+    assert all(found)
 
 
 class Calls:
@@ -110,13 +108,10 @@ def test_buffers_that_forward_changed_are_sent():
     assert run_on_ranks(watch, 2) == [([statistics, [], ["count"], ["mask"]], 1)] * 2
 
 
-def name_unused():
+@raises_on_ranks(GradientError, r"rank 1: 'layers\.0', .*'layers\.9', \.\.\.\. Freeze them", 2)
+def test_unused_parameters_are_named_for_each_rank():
     raise_for_unused([])
     raise_for_unused([f"layers.{index}" for index in range(12)] if dist.get_rank() else [])
-
-
-def test_unused_parameters_are_named_for_each_rank():
-    expect_on_ranks(GradientError, r"rank 1: 'layers\.0', .*'layers\.9', \.\.\.\. Freeze them", name_unused, 2)
 
 
 def places():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from counted_samples import COUNT, Features, FeatureStream, evaluate, model_of, train_after_a_peek
 from matrix import matrix
+from ranked import on_ranks, raises_on_ranks
 from reference_plugins import ReferencePlugin
 from torch import nn
 from torch.utils.data import (
@@ -34,15 +35,12 @@ def test_an_evaluation_counts_each_sample_once_in_order(is_stream, how):
         torch.testing.assert_close(values["scores"], expected)
 
 
-def gather_what_does_not_fit():
+@raises_on_ranks(ConfigError, r"shape \(1,\) has not one value per sample", 2)
+def test_values_that_do_not_fit_one_rank_raise_on_every_rank():
     booster = Booster("cpu", plugin=ReferencePlugin())
     loader = booster.prepare_dataloader(range(COUNT), 2)
     batch = next(iter(loader))
     gather_for_metrics(booster, batch if DistCoordinator().rank == 0 else batch[:1], loader)
-
-
-def test_values_that_do_not_fit_one_rank_raise_on_every_rank():
-    expect_on_ranks(ConfigError, r"shape \(1,\) has not one value per sample", gather_what_does_not_fit, 2)
 
 
 def deal(make_loader, seeds, epochs=2):
@@ -192,14 +190,10 @@ class LongOrder(SequentialSampler):
         return iter(range(len(self)))
 
 
-def boost_with_long_orders():
+@raises_on_ranks(ConfigError, "length of its sampler`: 3000 on rank 0, 3001 on rank 1", 2)
+def test_samplers_of_other_lengths_on_some_ranks_raise_on_every_rank():
     loader = DataLoader(range(4000), sampler=LongOrder(range(4000)))
     Booster("cpu", plugin=ReferencePlugin()).boost(nn.Linear(2, 2), dataloader=loader)
-
-
-def test_samplers_of_other_lengths_on_some_ranks_raise_on_every_rank():
-    match = "length of its sampler`: 3000 on rank 0, 3001 on rank 1"
-    expect_on_ranks(ConfigError, match, boost_with_long_orders, 2)
 
 
 class StreamOnSomeRanks(IterableDataset):
@@ -207,14 +201,10 @@ class StreamOnSomeRanks(IterableDataset):
         return iter(range(4))
 
 
-def boost_sized_on_rank_0():
+@raises_on_ranks(ConfigError, "data set`: 4 on rank 0, None on rank 1", 2)
+def test_a_length_on_some_ranks_only_raises():
     data = SizedStream(4) if DistCoordinator().rank == 0 else StreamOnSomeRanks()
     Booster("cpu", plugin=ReferencePlugin()).boost(nn.Linear(2, 2), dataloader=DataLoader(data))
-
-
-def test_a_length_on_some_ranks_only_raises():
-    match = "data set`: 4 on rank 0, None on rank 1"
-    expect_on_ranks(ConfigError, match, boost_sized_on_rank_0, 2)
 
 
 class SplitStream(IterableDataset):
@@ -279,15 +269,12 @@ def test_the_length_of_a_loader_of_single_items_and_of_one_with_a_worker():
     assert run_on_ranks(lengths_of_streams, 2, 13, 3, False, 1) == [[(3, 3, 3)] * 2] * 2
 
 
-def length_of_a_stream():
+@on_ranks(2)
+def test_a_loader_over_a_stream_without_a_length_has_none():
     loader = Booster("cpu", plugin=ReferencePlugin()).prepare_dataloader(FeatureStream(), 2)
     with pytest.raises(TypeError, match="'FeatureStream' has no len"):
         len(loader)
-    return len(list(loader))
-
-
-def test_a_loader_over_a_stream_without_a_length_has_none():
-    assert run_on_ranks(length_of_a_stream, 2) == [3, 3]
+    assert len(list(loader)) == 3
 
 
 def test_a_batch_that_is_taken_on_one_rank_only_is_told_on_every_rank():

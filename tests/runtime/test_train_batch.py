@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from ranked import raises_on_ranks
 from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 from torch import nn
 from whole_batches import SAMPLES, assert_equals_one_large_batch, batches_of, count_labels, cross_entropy
@@ -11,7 +12,7 @@ from whole_batches import SAMPLES, assert_equals_one_large_batch, batches_of, co
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_runtime import evaluate_batch, train_batch
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP
 from booster_testing.training import whole_model
 
@@ -241,15 +242,12 @@ def test_outputs_without_a_loss_raise():
         train_without_loss()
 
 
-def train_without_weight():
+@raises_on_ranks(ConfigError, r"weights of the batches sum up to 0 over all ranks", 2)
+def test_a_step_without_weight_raises_on_every_rank():
     booster, model = Booster(plugin=ReferencePlugin()), make_model()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = {**batches_of(0)[0], "labels": torch.full((SAMPLES, 6), -100)}
     train_batch(booster, iter([batch]), model, cross_entropy, optimizer, weight=count_labels)
-
-
-def test_a_step_without_weight_raises_on_every_rank():
-    expect_on_ranks(ConfigError, r"weights of the batches sum up to 0 over all ranks", train_without_weight, 2)
 
 
 @pytest.mark.parametrize("call", [train_batch, evaluate_batch])

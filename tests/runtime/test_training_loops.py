@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 from accumulation_runs import PER_BATCH, STEPS, assert_accumulates, make_data, make_model
+from ranked import on_ranks, raises_on_ranks
 from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 from torch.utils.data import DataLoader
 
@@ -56,16 +57,13 @@ def _boosted():
     return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
 
 
-def _step_too_early():
+@raises_on_ranks(GradientError, "before the last micro-batch", 2)
+def test_a_step_before_the_last_micro_batch_raises():
     booster, model, optimizer = _boosted()
     with accumulate(booster, model, steps=2) as is_last:
         assert not is_last
         booster.backward(model(torch.ones(2, 8)).mean(), optimizer)
         optimizer.step()
-
-
-def test_a_step_before_the_last_micro_batch_raises():
-    expect_on_ranks(GradientError, "before the last micro-batch", _step_too_early, 2)
 
 
 def _call_as_in_accelerate():
@@ -125,7 +123,8 @@ def test_a_whole_step_in_a_block_of_one_micro_batch_is_taken():
     run_on_ranks(_train_batch_in_block, 1, ReferencePlugin, 0, 1)
 
 
-def _steps_and_scheduler():
+@on_ranks(1)
+def test_steps_are_free_again_after_an_accumulation():
     booster, model, optimizer = _boosted()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     losses = []
@@ -139,11 +138,7 @@ def _steps_and_scheduler():
             losses.append(model(torch.ones(2, 8)).square().mean().item())
     booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
     optimizer.step()
-    return losses, scheduler.get_last_lr()
-
-
-def test_steps_are_free_again_after_an_accumulation():
-    [(losses, rates)] = run_on_ranks(_steps_and_scheduler, 1)
+    rates = scheduler.get_last_lr()
     assert losses[1] < losses[0]
     assert rates == [0.025]
 
@@ -176,23 +171,20 @@ class _Encoding(collections.UserDict):
         return {name: value.to(device) for name, value in self.data.items()}
 
 
-def _place_and_print():
+@on_ranks(2)
+def test_batches_models_and_prints():
     booster = Booster(plugin=ReferencePlugin())
     inner = make_model()
     model, *_ = booster.boost(inner)
     batch = {"x": torch.ones(2), "nested": [(torch.ones(1), "text")], "encoding": _Encoding(ids=torch.ones(3))}
     placed = to_device(booster, batch)
     booster.context.coordinator.print_on_master("seen", booster.context.coordinator.rank)
-    return (
+    assert (
         booster.unwrap(model) is inner,
         placed["nested"][0][1],
         placed["encoding"]["ids"].device == booster.device,
         isinstance(placed["encoding"], dict),
-    )
-
-
-def test_batches_models_and_prints():
-    assert run_on_ranks(_place_and_print, 2) == [(True, "text", True, True)] * 2
+    ) == (True, "text", True, True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +216,8 @@ def test_what_a_batch_consists_of_moves_with_it():
     assert torch.equal(call_with(recurrent, taken_by(recurrent, packed))[1], recurrent(packed)[1])
 
 
-def _place_from_loaders():
+@on_ranks(2)
+def test_loaders_place_batches_unless_told_not_to():
     class Recorded(collections.UserDict):
         def to(self, device):
             return "placed", device, self.data["x"].tolist()
@@ -244,10 +237,6 @@ def _place_from_loaders():
     device, rank = torch.device("cpu"), booster.context.coordinator.rank
     assert found[0] == [("placed", device, [float(rank)])] * 3
     assert [batch["x"].tolist() for batch in found[1]] == [[float(rank)]] * 3
-
-
-def test_loaders_place_batches_unless_told_not_to():
-    run_on_ranks(_place_from_loaders, 2)
 
 
 def _reduce_wrongly(kind):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import own_loss
+from ranked import raises_on_ranks
 from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 from uneven_runs import NUM_BATCHES, assert_steps_follow_batches, batches_of, boosted
 
@@ -33,13 +34,6 @@ def failing(count):
     raise OSError(msg)
 
 
-def fail_on_one_rank():
-    booster, model, optimizer, index = boosted(ReferencePlugin())
-    for x in join(booster, failing(0) if index else batches_of(1)):
-        booster.backward(own_loss(model(x), None), optimizer)
-        optimizer.step()
-
-
 def test_a_rank_without_any_batch_is_named_on_every_rank():
     expect_on_ranks(ConfigError, "no batch at all", with_batches, 2, [], [torch.ones(2, 8)])
 
@@ -48,28 +42,26 @@ def test_no_batch_on_any_rank_is_no_step():
     run_on_ranks(with_batches, 2, [], [])
 
 
+@raises_on_ranks(OSError, "disk gone", 2)
 def test_an_error_of_one_ranks_batches_raises_on_every_rank():
-    expect_on_ranks(OSError, "disk gone", fail_on_one_rank, 2)
+    booster, model, optimizer, index = boosted(ReferencePlugin())
+    for x in join(booster, failing(0) if index else batches_of(1)):
+        booster.backward(own_loss(model(x), None), optimizer)
+        optimizer.step()
 
 
-def step_by_hand():
+@raises_on_ranks(GradientError, r"multiply its loss by [02], .* in place of `loss\.backward\(\)`", 2)
+def test_gradients_that_were_not_weighed_raise_on_every_rank():
     booster, model, optimizer, index = boosted(ReferencePlugin())
     for x in join(booster, batches_of(index)):
         own_loss(model(x), None).backward()
         optimizer.step()
 
 
-def test_gradients_that_were_not_weighed_raise_on_every_rank():
-    expect_on_ranks(GradientError, r"multiply its loss by [02], .* in place of `loss\.backward\(\)`", step_by_hand, 2)
-
-
-def train_whole_batches():
+@raises_on_ranks(ConfigError, "`train_batch` does not know which batches", 2)
+def test_whole_batches_can_not_be_joined():
     booster, model, optimizer, index = boosted(ReferencePlugin())
     train_batch(booster, join(booster, batches_of(index)), model, own_loss, optimizer)
-
-
-def test_whole_batches_can_not_be_joined():
-    expect_on_ranks(ConfigError, "`train_batch` does not know which batches", train_whole_batches, 2)
 
 
 def leave_and_go_on():

@@ -10,6 +10,7 @@ def test_ranks_sum():
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,28 +21,54 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Test = Callable[..., object]
+    Number = int | str | Callable[..., int]
 
 
-def on_ranks(num_ranks: int, **limits: float) -> Callable[[Test], Test]:
-    """Call the test on ranks, as `run_on_ranks` does, which has the limits."""
-    return _dispatched(lambda test, parameters: run_on_ranks(test, num_ranks, **limits, **parameters))
+def on_ranks(num_ranks: Number, **limits: float) -> Callable[[Test], Test]:
+    """Call the test on ranks, as `run_on_ranks` does, which has the limits.
+
+    Args:
+        num_ranks: Their number, the parameter of the test that has it, or a function of parameters, which it names.
+        limits: As for `run_on_ranks`.
+    """
+
+    def dispatch(test: Test, parameters: dict[str, Any]) -> object:
+        return run_on_ranks(test, _number(num_ranks, parameters), *parameters.values(), **limits)
+
+    return _dispatched(dispatch)
 
 
 def raises_on_ranks(
-    error: type[BaseException] | tuple[type[BaseException], ...], match: str, num_ranks: int, **limits: float
+    error: type[BaseException] | tuple[type[BaseException], ...], match: str, num_ranks: Number, **limits: float
 ) -> Callable[[Test], Test]:
-    """Expect an error of the test on every rank, as `expect_on_ranks` does."""
-    return _dispatched(lambda test, parameters: expect_on_ranks(error, match, test, num_ranks, **limits, **parameters))
+    """Expect an error of the test on every rank, as `expect_on_ranks` does; ``num_ranks`` is as for `on_ranks`."""
+
+    def dispatch(test: Test, parameters: dict[str, Any]) -> object:
+        number = _number(num_ranks, parameters)
+        return expect_on_ranks(error, match, test, number, *parameters.values(), **limits)
+
+    return _dispatched(dispatch)
+
+
+def _number(num_ranks: Number, parameters: dict[str, Any]) -> int:
+    if isinstance(num_ranks, int):
+        return num_ranks
+    if isinstance(num_ranks, str):
+        found: int = parameters[num_ranks]
+        return found
+    return num_ranks(*(parameters[name] for name in inspect.signature(num_ranks).parameters))
 
 
 def _dispatched(dispatch: Callable[[Test, dict[str, Any]], object]) -> Callable[[Test], Test]:
     def decorate(function: Test) -> Test:
+        names = list(inspect.signature(function).parameters)
+
         @functools.wraps(function)
-        def test(**parameters: Any) -> None:
+        def test(*values: Any, **parameters: Any) -> None:
             if dist.is_initialized():  # on a rank, which found the test under its name
-                function(**parameters)
+                function(**dict(zip(names, values, strict=True)))
             else:
-                dispatch(test, parameters)
+                dispatch(test, {name: parameters[name] for name in names})
 
         return test
 

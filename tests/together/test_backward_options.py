@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from named_plugins import NAMES, make_model, plugin_named
+from ranked import on_ranks
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -132,7 +133,17 @@ def test_fsdp_takes_inputs_that_are_no_parameters():
     check_gradients("fsdp", ["twice", "embeddings"])
 
 
-def refuse(name, kind, match):
+@pytest.mark.parametrize(
+    ("name", "kind", "match"),
+    [
+        ("ddp", "some", r"`inputs` has 3 of the \d+ parameters that DDP averages together.*`booster\.no_sync`"),
+        ("ddp", "both", r"`inputs` has 1 of the \d+ parameters that DDP averages together.*`booster\.no_sync`"),
+        ("fsdp", "some", r"`inputs` has 3 parameters of the model.*FSDP computes with gathered copies"),
+        ("fsdp", "all", r"`inputs` has \d+ parameters of the model.*FSDP computes with gathered copies"),
+    ],
+)
+@on_ranks(2)
+def test_inputs_that_a_plugin_cannot_honour_raise_and_training_goes_on(name, kind, match):
     inner = make_model()
     booster = make_booster(name)
     model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.0))
@@ -148,20 +159,12 @@ def refuse(name, kind, match):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "match"),
-    [
-        ("ddp", "some", r"`inputs` has 3 of the \d+ parameters that DDP averages together.*`booster\.no_sync`"),
-        ("ddp", "both", r"`inputs` has 1 of the \d+ parameters that DDP averages together.*`booster\.no_sync`"),
-        ("fsdp", "some", r"`inputs` has 3 parameters of the model.*FSDP computes with gathered copies"),
-        ("fsdp", "all", r"`inputs` has \d+ parameters of the model.*FSDP computes with gathered copies"),
-    ],
-)
-def test_inputs_that_a_plugin_cannot_honour_raise_and_training_goes_on(name, kind, match):
-    run_on_ranks(refuse, 2, name, kind, match)
+SCALED = {"single": (), "fsdp": (), "zero": (), **dict.fromkeys(("ddp", "gemini", "hybrid-tp"), pytest.mark.slow)}
 
 
-def refuse_under_a_loss_scale(name):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in SCALED.items()])
+@on_ranks(lambda name: 1 if name == "single" else 2)
+def test_inputs_that_would_keep_a_loss_scale_raise(name):
     inner = make_model()
     booster = make_booster(name, "fp16")
     model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.0))
@@ -172,14 +175,6 @@ def refuse_under_a_loss_scale(name):
     if name != "fsdp":
         booster.backward(loss, optimizer, inputs=tuple(model.parameters()))
         assert full_gradient(booster, model, CHOSEN[0]).any()
-
-
-SCALED = {"single": (), "fsdp": (), "zero": (), **dict.fromkeys(("ddp", "gemini", "hybrid-tp"), pytest.mark.slow)}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in SCALED.items()])
-def test_inputs_that_would_keep_a_loss_scale_raise(name):
-    run_on_ranks(refuse_under_a_loss_scale, 1 if name == "single" else 2, name)
 
 
 def test_other_options_raise():

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from cases import Setting
 from plugin_runs import RUNS, boosted, runs
+from ranked import on_ranks
 from torch import nn
 
 from booster_runtime import full_gradient
-from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 SETTINGS = {
@@ -32,7 +32,9 @@ class ByName(nn.ModuleDict):
         return self["second"](self["first"](x))
 
 
-def looks_like_its_own(run):
+@pytest.mark.parametrize("run", SETTINGS)
+@on_ranks(lambda run: SETTINGS[run].num_ranks)
+def test_a_boosted_container_looks_like_the_own_one(run):
     own = make()
     layers = list(own)
     _, model, _ = boosted(SETTINGS[run], own)
@@ -62,12 +64,9 @@ def looks_like_its_own(run):
             ask(model)
 
 
-@pytest.mark.parametrize("run", SETTINGS)
-def test_a_boosted_container_looks_like_the_own_one(run):
-    run_on_ranks(looks_like_its_own, SETTINGS[run].num_ranks, run)
-
-
-def trains_layer_by_layer(run):
+@pytest.mark.parametrize("run", [run for run in SETTINGS if run != "fsdp"])  # torch gathers in the forward of units
+@on_ranks(lambda run: SETTINGS[run].num_ranks)
+def test_gradients_of_a_loop_over_the_layers_are_those_of_one_process(run):
     plain = make()
     booster, model, optimizer = boosted(SETTINGS[run], copy.deepcopy(plain))
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -79,8 +78,3 @@ def trains_layer_by_layer(run):
     booster.backward(x.square().mean(), optimizer)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, msg=name)
-
-
-@pytest.mark.parametrize("run", [run for run in SETTINGS if run != "fsdp"])  # torch gathers in the forward of units
-def test_gradients_of_a_loop_over_the_layers_are_those_of_one_process(run):
-    run_on_ranks(trains_layer_by_layer, SETTINGS[run].num_ranks, run)

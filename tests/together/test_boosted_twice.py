@@ -7,10 +7,10 @@ import pytest
 import torch
 from matrix import matrix
 from named_plugins import NAMES, make_model, plugin_named
+from ranked import on_ranks, raises_on_ranks
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.training import whole_model
 
@@ -26,7 +26,9 @@ def optimizer_of(model, kind=torch.optim.SGD):
     return kind(trained, lr=0.1) if trained else None
 
 
-def twice(name, is_frozen, drops):
+@matrix(1, name=NAMES, **{"is_frozen, drops": [(False, False), (True, False), (False, True)]})
+@raises_on_ranks(ConfigError, ALREADY, num_ranks)
+def test_a_second_boost_raises_on_every_rank(name, is_frozen, drops):
     model = make_model().requires_grad_(requires_grad=not is_frozen)
     boosted = Booster("cpu", plugin=plugin_named(name)).boost(model, optimizer_of(model))
     if drops:
@@ -35,12 +37,8 @@ def twice(name, is_frozen, drops):
     Booster("cpu", plugin=plugin_named(name)).boost(model)
 
 
-@matrix(1, name=NAMES, **{"is_frozen, drops": [(False, False), (True, False), (False, True)]})
-def test_a_second_boost_raises_on_every_rank(name, is_frozen, drops):
-    expect_on_ranks(ConfigError, ALREADY, twice, num_ranks(name), name, is_frozen, drops)
-
-
-def by_another_plugin():
+@on_ranks(2)
+def test_another_plugin_notices_as_well():
     model = make_model()
     Booster("cpu", plugin="ddp").boost(model, optimizer_of(model))
     compiled = torch.compile(model, backend="eager")
@@ -51,11 +49,9 @@ def by_another_plugin():
             Booster("cpu", plugin=plugin).boost(compiled)
 
 
-def test_another_plugin_notices_as_well():
-    run_on_ranks(by_another_plugin, 2)
-
-
-def with_adapters():
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@on_ranks(1)
+def test_a_model_that_was_given_adapters_since_is_boosted_still():
     peft = pytest.importorskip("peft")
     model = make_model()
     Booster("cpu").boost(model, optimizer_of(model))
@@ -64,12 +60,9 @@ def with_adapters():
         Booster("cpu").boost(adapted, optimizer_of(adapted))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_a_model_that_was_given_adapters_since_is_boosted_still():
-    run_on_ranks(with_adapters, 1)
-
-
-def copies(name):
+@matrix(["fsdp", "hybrid-tp"], name=NAMES)
+@on_ranks(num_ranks)
+def test_a_copy_made_before_may_be_boosted(name):
     """Boost copies made before and after, and return the values of all three."""
     model = make_model()
     before = copy.deepcopy(model)
@@ -78,20 +71,8 @@ def copies(name):
         booster = Booster("cpu", plugin=plugin_named(name))
         boosted, *_ = booster.boost(each, optimizer_of(each))
         found.append(whole_model(booster, boosted))
-    return found
-
-
-@matrix(["fsdp", "hybrid-tp"], name=NAMES)
-def test_a_copy_made_before_may_be_boosted(name):
-    for first, second in run_on_ranks(copies, num_ranks(name), name):
-        assert_same_tensors(second, first, EXACT)
-
-
-def boost_after_an_error():
-    model = make_model()
-    with pytest.raises(ConfigError, match="does not divide"):
-        Booster("cpu", plugin=ThreeReplicas()).boost(model, optimizer_of(model))
-    Booster("cpu", plugin="ddp").boost(model, optimizer_of(model))
+    first, second = found
+    assert_same_tensors(second, first, EXACT)
 
 
 def ThreeReplicas():  # noqa: N802 - as the class that it stands for
@@ -100,5 +81,9 @@ def ThreeReplicas():  # noqa: N802 - as the class that it stands for
     return LowLevelZeroPlugin(replica_size=3)
 
 
+@on_ranks(2)
 def test_a_model_whose_boost_raised_may_be_boosted():
-    run_on_ranks(boost_after_an_error, 2)
+    model = make_model()
+    with pytest.raises(ConfigError, match="does not divide"):
+        Booster("cpu", plugin=ThreeReplicas()).boost(model, optimizer_of(model))
+    Booster("cpu", plugin="ddp").boost(model, optimizer_of(model))

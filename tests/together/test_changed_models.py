@@ -6,10 +6,11 @@ from cases import Case, Setting
 from driven_runs import Run, assert_same_steps, drive
 from matrix import matrix
 from named_plugins import plugin_named
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 PLUGINS = ["ddp", "zero", "gemini", "fsdp", "hybrid"]
@@ -66,16 +67,15 @@ def test_a_move_to_where_the_model_is_changes_nothing(plugin, how):
     assert_same_steps(run_on_ranks(changed_nothing, 2, plugin, how), changed_nothing(None, how), CASE)
 
 
-def cast(plugin, how):
+@matrix(1, plugin=[name for name in PLUGINS if name != "ddp"], how=CASTS)
+@raises_on_ranks(ConfigError, "would move or cast '.*before `boost`", 2)
+def test_a_move_of_parameters_that_are_laid_out_is_refused(plugin, how):
     CASTS[how](Run(CASE, Setting(lambda: plugin_named(plugin))).model)
 
 
-@matrix(1, plugin=[name for name in PLUGINS if name != "ddp"], how=CASTS)
-def test_a_move_of_parameters_that_are_laid_out_is_refused(plugin, how):
-    expect_on_ranks(ConfigError, "would move or cast '.*before `boost`", cast, 2, plugin, how)
-
-
-def restructured(plugin, how):
+@matrix(1, plugin=[name for name in PLUGINS if name != "gemini"], how=STRUCTURE)
+@raises_on_ranks(ConfigError, r"are others than at `boost`: '.*before `boost`", 2)
+def test_other_parameters_than_at_boost_are_refused(plugin, how):
     """Change a model; FSDP's can't be resized to begin with."""
     if (plugin, how) == ("fsdp", "resize_token_embeddings"):
         how = "a further layer"
@@ -87,27 +87,16 @@ def restructured(plugin, how):
     run.loss(1)
 
 
-@matrix(1, plugin=[name for name in PLUGINS if name != "gemini"], how=STRUCTURE)
-def test_other_parameters_than_at_boost_are_refused(plugin, how):
-    expect_on_ranks(ConfigError, r"are others than at `boost`: '.*before `boost`", restructured, 2, plugin, how)
-
-
-def resized(plugin):
+@matrix(1, plugin=["fsdp", "gemini"])
+@raises_on_ranks(ConfigError, "`resize_token_embeddings`, comes before `boost`", 2)
+def test_parameters_in_shards_are_not_resized(plugin):
     run = Run(CASE, Setting(lambda: plugin_named(plugin)))
     run.net.resize_token_embeddings(20)
 
 
-@matrix(1, plugin=["fsdp", "gemini"])
-def test_parameters_in_shards_are_not_resized(plugin):
-    expect_on_ranks(ConfigError, "`resize_token_embeddings`, comes before `boost`", resized, 2, plugin)
-
-
-def evaluated():
+@on_ranks(2)
+def test_a_model_that_is_changed_to_be_evaluated_is_the_scripts_own():
     run = Run(CASE, Setting(lambda: plugin_named("ddp")))
     STRUCTURE["another head"](run.net)
     with torch.no_grad():
         run.loss(dist.get_rank())
-
-
-def test_a_model_that_is_changed_to_be_evaluated_is_the_scripts_own():
-    run_on_ranks(evaluated, 2)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from matrix import matrix, named
 from named_plugins import NAMES, make_model, plugin_named
+from ranked import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.ranks import DistCoordinator
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 from booster_testing.models import TinyMLP
 
 PLUGINS = [name for name in NAMES if name != "single"]
@@ -24,7 +25,8 @@ def boost(name, model):
     Booster("cpu", plugin=plugin_named(name)).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def by_libraries_of_torch(folder):
+@on_ranks(2)
+def test_what_torch_has_distributed_is_refused(tmp_path):
     parallel, sharded, on_one = TinyMLP(), TinyMLP(), TinyMLP()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     parallelize_module(parallel, mesh, {"first": ColwiseParallel()})
@@ -35,10 +37,6 @@ def by_libraries_of_torch(folder):
     for model in (parallel, sharded, on_one):
         with pytest.raises(ConfigError, match=ALREADY.format(r"first\.weight")):
             boost("fsdp", model)
-
-
-def test_what_torch_has_distributed_is_refused(tmp_path):
-    run_on_ranks(by_libraries_of_torch, 2, tmp_path)
 
 
 def loaded(name, folder, sizes):

@@ -8,13 +8,14 @@ import torch
 from cases import Setting
 from matrix import matrix
 from plugin_runs import RUNS, runs
+from ranked import on_ranks, raises_on_ranks
 from safetensors.torch import load_file
 from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import whole_parameters
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 SETTINGS = {
@@ -51,7 +52,17 @@ def boost(run, make=llama, precision="bf16", lora=None):
     return booster, model
 
 
-def compare_with_files(run, make, folder):
+def assert_same(actual, expected):
+    assert set(actual) == set(expected)
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
+
+
+@matrix(1, run=SETTINGS, make=[llama, mixtral])
+@on_ranks(lambda run: SETTINGS[run].num_ranks)
+def test_names_and_values_are_those_of_files(run, make, tmp_path):
+    folder = tmp_path / "out"
     booster, model = boost(run, make)
     booster.save_model(model, folder, shard=True)
     coordinator = booster.context.coordinator
@@ -72,18 +83,6 @@ def compare_with_files(run, make, folder):
         else:
             assert all(tensor.is_meta for _, tensor in found)
             assert [(name, tensor.shape) for name, tensor in found] == [(name, narrow[name].shape) for name in narrow]
-
-
-def assert_same(actual, expected):
-    assert set(actual) == set(expected)
-    for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype, name
-        assert torch.equal(actual[name], tensor), name
-
-
-@matrix(1, run=SETTINGS, make=[llama, mixtral])
-def test_names_and_values_are_those_of_files(run, make, tmp_path):
-    run_on_ranks(compare_with_files, SETTINGS[run].num_ranks, run, make, tmp_path / "out")
 
 
 def merged(run, lora):
@@ -126,10 +125,7 @@ def test_wrong_requests_are_refused():
         list(whole_parameters(booster, nn.Linear(2, 2)))
 
 
-def ask_differently():
+@raises_on_ranks(ConfigError, "whole_parameters", 2)
+def test_ranks_must_ask_for_the_same():
     booster, model = boost("ddp")
     list(whole_parameters(booster, model, rank=booster.context.coordinator.rank))
-
-
-def test_ranks_must_ask_for_the_same():
-    expect_on_ranks(ConfigError, "whole_parameters", ask_differently, 2)

@@ -8,11 +8,12 @@ from cases import Case, assert_same_training, train_boosted, train_plainly
 from isolated_libraries import FOLDER, emulated, missing_libraries
 from matrix import matrix
 from plugin_runs import RUNS, runs
+from ranked import raises_on_ranks
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 pytestmark = [
@@ -54,10 +55,7 @@ def test_gradients_equal_those_of_torchao_on_one_process(plugin):
         assert_same_training(result.trained, expected, case)
 
 
-def boost_tensor_parallel():
+@raises_on_ranks(ConfigError, "Float8Linear", 2)
+def test_tensor_parallelism_refuses_such_layers():
     model = converted()
     Booster("cpu", plugin=HybridParallelPlugin(tp_size=2)).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_tensor_parallelism_refuses_such_layers():
-    expect_on_ranks(ConfigError, "Float8Linear", boost_tensor_parallel, 2)

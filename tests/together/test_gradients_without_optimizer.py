@@ -7,13 +7,13 @@ import torch.distributed as dist
 from cases import Setting
 from matrix import matrix, named
 from plugin_runs import RUNS
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
 from booster_core.errors import GradientError
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
 PLUGINS = {
@@ -37,16 +37,6 @@ def batch(rank=0):
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
 
 
-def train_with_a_late_optimizer(name, *, frozen):
-    model = make().requires_grad_(requires_grad=not frozen)
-    model = PLUGINS[name].make_booster().boost(model).model
-    for parameter in model.parameters():
-        parameter.requires_grad_(requires_grad=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(batch(dist.get_rank())).square().mean().backward()
-    optimizer.step()
-
-
 @matrix(
     [
         "trained-zero",
@@ -60,12 +50,22 @@ def train_with_a_late_optimizer(name, *, frozen):
     frozen=named([False, True], ["trained", "unfrozen after boost"]),
     name=PLUGINS,
 )
-def test_a_model_boosted_without_an_optimizer_does_not_train(name, frozen):
-    match = "got a gradient, but the model was boosted without an optimizer.*Pass the optimizer to `boost`"
-    expect_on_ranks(GradientError, match, train_with_a_late_optimizer, 2, name, frozen=frozen)
+@raises_on_ranks(
+    GradientError, "got a gradient, but the model was boosted without an optimizer.*Pass the optimizer to `boost`", 2
+)
+def test_a_model_boosted_without_an_optimizer_does_not_train(name, *, frozen):
+    model = make().requires_grad_(requires_grad=not frozen)
+    model = PLUGINS[name].make_booster().boost(model).model
+    for parameter in model.parameters():
+        parameter.requires_grad_(requires_grad=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batch(dist.get_rank())).square().mean().backward()
+    optimizer.step()
 
 
-def use_without_gradients(name):
+@matrix(["fsdp", "zero", "gemini", "hybrid", "hybrid zero"], name=PLUGINS)
+@on_ranks(2)
+def test_without_gradients_of_parameters_no_optimizer_is_needed(name):
     expected, x = make(), batch()
     booster = PLUGINS[name].make_booster()
     model = booster.boost(make()).model
@@ -82,11 +82,8 @@ def use_without_gradients(name):
 
 
 @matrix(["fsdp", "zero", "gemini", "hybrid", "hybrid zero"], name=PLUGINS)
-def test_without_gradients_of_parameters_no_optimizer_is_needed(name):
-    run_on_ranks(use_without_gradients, 2, name)
-
-
-def teach(name):
+@on_ranks(2)
+def test_a_teacher_needs_no_optimizer(name):
     """A teacher that nobody froze, whose output is cut from the graph."""
     booster = PLUGINS[name].make_booster()
     teacher = booster.boost(make()).model
@@ -95,8 +92,3 @@ def teach(name):
     x = batch(dist.get_rank())
     booster.backward((student(x) - 2 * teacher(x).detach()).square().mean(), optimizer)
     optimizer.step()
-
-
-@matrix(["fsdp", "zero", "gemini", "hybrid", "hybrid zero"], name=PLUGINS)
-def test_a_teacher_needs_no_optimizer(name):
-    run_on_ranks(teach, 2, name)

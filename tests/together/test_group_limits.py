@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks
 
 from booster_core import Booster
 from booster_fsdp import TorchFSDPPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP, tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
@@ -18,14 +18,6 @@ SECONDS = 17.0
 
 def _limit(group):
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-
-def limits_of_new_groups(make_plugin, make_model, options):
-    before = set(dist.distributed_c10d._world.pg_map)
-    model = make_model()
-    booster = Booster("cpu", plugin=make_plugin(**options))
-    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return [_limit(group) for group in dist.distributed_c10d._world.pg_map if group not in before]
 
 
 def tied_llama():
@@ -42,10 +34,12 @@ def tied_llama():
     ],
     ids=["hybrid-pp", "hybrid-tp", "zero-replicas", "fsdp-replicas"],
 )
+@on_ranks("world_size", group_timeout_seconds=SECONDS)
 def test_groups_have_the_time_limit_of_the_run(make_plugin, make_model, options, world_size):
-    limits = run_on_ranks(
-        limits_of_new_groups, world_size, make_plugin, make_model, options, group_timeout_seconds=SECONDS
-    )
-    for of_rank in limits:
-        assert of_rank
-        assert set(of_rank) == {SECONDS}
+    before = set(dist.distributed_c10d._world.pg_map)
+    model = make_model()
+    booster = Booster("cpu", plugin=make_plugin(**options))
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    of_rank = [_limit(group) for group in dist.distributed_c10d._world.pg_map if group not in before]
+    assert of_rank
+    assert set(of_rank) == {SECONDS}

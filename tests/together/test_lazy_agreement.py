@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from matrix import matrix
+from ranked import raises_on_ranks
 from safetensors.torch import save_file
 from torch import nn
 
@@ -137,8 +138,11 @@ def test_files_of_other_content_raise_and_copies_do_not(plugin, tmp_path) -> Non
         assert_same_tensors(whole, expected, EXACT)
 
 
-def boost_without_files(folder: str, plugin: str) -> None:
+@pytest.mark.parametrize("plugin", [*WHOLE, *LAZY])
+@raises_on_ranks(LazyInitError, "can't be read any more", 3)
+def test_files_that_one_rank_lacks_are_an_error_on_all(plugin, tmp_path) -> None:
     """Lose the files of the last rank between the context and `boost`, and fill a model from them."""
+    folder = str(tmp_path)
     coordinator = DistCoordinator()
     own = Path(folder) / str(coordinator.rank)
     own.mkdir()
@@ -149,8 +153,3 @@ def boost_without_files(folder: str, plugin: str) -> None:
     if coordinator.is_last_process():
         (own / "m.safetensors").unlink()
     Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize("plugin", [*WHOLE, *LAZY])
-def test_files_that_one_rank_lacks_are_an_error_on_all(plugin, tmp_path) -> None:
-    expect_on_ranks(LazyInitError, "can't be read any more", boost_without_files, 3, str(tmp_path), plugin)

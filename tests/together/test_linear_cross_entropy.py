@@ -8,6 +8,7 @@ import torch
 from cases import Case, Setting, assert_same_training, itself, train_boosted, train_plainly
 from matrix import matrix
 from plugin_runs import RUNS, runs
+from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -142,11 +143,8 @@ def test_a_criterion_may_call_the_head_or_is_refused(run):
 
 
 @pytest.mark.parametrize("options", [{"pp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}])
+@raises_on_ranks(ConfigError, "enable_linear_cross_entropy|pp_size", 2)
 def test_split_positions_and_stages_are_refused(options):
-    expect_on_ranks(ConfigError, "enable_linear_cross_entropy|pp_size", stages, 2, options)
-
-
-def stages(options):
     model = make_llama(tied=False)
     enable_linear_cross_entropy(model)
     booster = Booster("cpu", plugin=HybridParallelPlugin(**options))

@@ -10,6 +10,7 @@ import torch
 from cases import Setting
 from matrix import matrix
 from plugin_runs import RUNS, backward, boosted, runs
+from ranked import on_ranks
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
@@ -28,7 +29,9 @@ def boost(setting, make=tiny_llama):
     return boosted(setting, make())[1]
 
 
-def refuse(name):
+@matrix(["hybrid-tp"], name=IN_PARTS)
+@on_ranks(2)
+def test_parts_are_not_saved_as_if_they_were_whole(name):
     model = boost(IN_PARTS[name])
     for state in (model.state_dict(), model.unwrap().state_dict(), {"model": model.state_dict(), "epoch": 3}):
         for save in (torch.save, pickle.dump):
@@ -43,22 +46,14 @@ def refuse(name):
         assert torch.equal(*(getattr(each, "to_local", lambda each=each: each)() for each in (values, before[key])))
 
 
-@matrix(["hybrid-tp"], name=IN_PARTS)
-def test_parts_are_not_saved_as_if_they_were_whole(name):
-    run_on_ranks(refuse, 2, name)
-
-
-def save_and_load(name):
+@matrix(["hybrid-dp"], name=WHOLE)
+@on_ranks(2)
+def test_whole_states_are_saved_by_torch(name):
     model = boost(WHOLE[name], TinyMLP)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
     TinyMLP().load_state_dict(torch.load(file))
-
-
-@matrix(["hybrid-dp"], name=WHOLE)
-def test_whole_states_are_saved_by_torch(name):
-    run_on_ranks(save_and_load, 2, name)
 
 
 def boosted_optimizer(setting):
@@ -107,7 +102,9 @@ def test_an_optimizers_whole_state_is_any_ranks(tmp_path):
     assert run_on_ranks(exchange_optimizer_states, 2, "ddp", str(tmp_path)) == [None, None]
 
 
-def names_under_ddp(asked):
+@pytest.mark.parametrize("asked", [None, False])
+@on_ranks(2)
+def test_the_module_of_ddp_has_the_names_of_the_users_model(asked):
     model = boost(Setting(TorchDDPPlugin, {"find_unused_parameters": asked}), TinyMLP)
     state = model.module.state_dict()
     plain = TinyMLP()
@@ -116,20 +113,12 @@ def names_under_ddp(asked):
         model.unwrap().first.bias.zero_()
     model.module.load_state_dict(plain.state_dict())
     assert list(model.module.state_dict()) == list(plain.state_dict())
-    return torch.equal(model.unwrap().first.bias, plain.first.bias)
+    assert torch.equal(model.unwrap().first.bias, plain.first.bias)
 
 
-@pytest.mark.parametrize("asked", [None, False])
-def test_the_module_of_ddp_has_the_names_of_the_users_model(asked):
-    assert run_on_ranks(names_under_ddp, 2, asked) == [True, True]
-
-
-def ask_the_hollow_model():
+@on_ranks(2)
+def test_geminis_placeholders_are_not_taken_for_values():
     model = boost(RUNS["gemini"], TinyMLP)
     with pytest.raises(ConfigError, match=r"'first\.weight' is kept in shards"):
         model.unwrap().state_dict()
-    return model.state_dict()["first.weight"].isfinite().all().item()
-
-
-def test_geminis_placeholders_are_not_taken_for_values():
-    assert run_on_ranks(ask_the_hollow_model, 2) == [True, True]
+    assert model.state_dict()["first.weight"].isfinite().all().item()

@@ -9,6 +9,7 @@ from cases import Setting
 from matrix import matrix
 from named_plugins import NAMES, plugin_named
 from plugin_runs import RUNS, runs
+from ranked import on_ranks
 from uneven_runs import assert_steps_follow_batches, batches_of, boosted
 from whole_batches import assert_equals_one_large_batch
 
@@ -24,7 +25,9 @@ def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch
     assert_accumulates(plugin)
 
 
-def _reduced(plugin):
+@pytest.mark.parametrize("plugin", ["zero", "hybrid-tp", "hybrid-pp"])
+@on_ranks(2)
+def test_values_of_each_data_parallel_rank_are_reduced_once(plugin):
     booster = Booster(plugin=plugin_named(plugin))
     coordinator = booster.context.coordinator
     index, size = booster.plugin.data_parallel_coordinates(coordinator)
@@ -32,13 +35,14 @@ def _reduced(plugin):
     if plugin == "hybrid-pp" and coordinator.rank == 0:
         values = None  # a stage without outputs
     means, sums = reduce(booster, values), reduce(booster, values, "sum")
-    return size, means["loss"].tolist(), means["seen"][0].item(), sums["hits"].item(), sums["seen"][0].item()
-
-
-@pytest.mark.parametrize("plugin", ["zero", "hybrid-tp", "hybrid-pp"])
-def test_values_of_each_data_parallel_rank_are_reduced_once(plugin):
     expected = (2, [1.5, 4.5], 2.5, 7, 5) if plugin == "zero" else (1, [1.0, 3.0], 2.0, 3, 2)
-    assert run_on_ranks(_reduced, 2, plugin) == [expected] * 2
+    assert (
+        size,
+        means["loss"].tolist(),
+        means["seen"][0].item(),
+        sums["hits"].item(),
+        sums["seen"][0].item(),
+    ) == expected
 
 
 REPLICAS = {"single": 1, "hybrid-tp": 1, "hybrid-pp": 1}

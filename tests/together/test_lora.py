@@ -9,6 +9,7 @@ from adapted_models import perturbed
 from cases import Setting
 from matrix import matrix
 from plugin_runs import RUNS, backward, runs, step
+from ranked import on_ranks, raises_on_ranks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -349,7 +350,9 @@ class Breaks(torch.utils.data.SequentialSampler):
         return super().__iter__()
 
 
-def boost_beside_an_error(where):
+@pytest.mark.parametrize("where", ["checks", "loader"])
+@on_ranks(2)
+def test_an_error_on_another_rank_leaves_the_optimizer_as_it_was(where):
     rank = DistCoordinator().rank
     booster = Booster("cpu", plugin=TorchDDPPlugin())
     model = booster.enable_lora(make_model(), lora_config=lora()())
@@ -367,19 +370,10 @@ def boost_beside_an_error(where):
     assert frozen in optimizer.state
 
 
-@pytest.mark.parametrize("where", ["checks", "loader"])
-def test_an_error_on_another_rank_leaves_the_optimizer_as_it_was(where):
-    run_on_ranks(boost_beside_an_error, 2, where)
-
-
-def boost_refused():
+@raises_on_ranks(ConfigError, "type IA3 have not been tested under plugin 'hybrid'", 2)
+def test_a_plugin_under_which_a_kind_was_not_tested_is_refused():
     model = adapted("ia3")
     Booster("cpu", plugin="hybrid").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_a_plugin_under_which_a_kind_was_not_tested_is_refused():
-    match = "type IA3 have not been tested under plugin 'hybrid'"
-    expect_on_ranks(ConfigError, match, boost_refused, 2)
 
 
 def untried():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from matrix import matrix
 from plugin_runs import RUNS, backward, runs, step
+from ranked import raises_on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -19,7 +20,7 @@ from booster_core.errors import ConfigError
 from booster_core.ranks import DistCoordinator
 from booster_fsdp import TorchFSDPPlugin
 from booster_runtime import LazyInitContext, full_gradient
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import assembled, whole_model
@@ -290,19 +291,11 @@ def test_a_checkpoint_has_what_the_optimizer_updates(name, tmp_path):
         assert '"compute": "bf16"' in manifest
 
 
-def different_formats():
+@raises_on_ranks(ConfigError, "`precision.compute_dtype`: torch.float32 on rank 0, torch.bfloat16 on rank 1", 2)
+def test_ranks_with_models_of_different_formats_raise():
     dtype = torch.bfloat16 if DistCoordinator().rank else torch.float32
     model = nn.Linear(4, 4, dtype=dtype)
     Booster("cpu", plugin="ddp").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_ranks_with_models_of_different_formats_raise():
-    expect_on_ranks(
-        ConfigError,
-        "`precision.compute_dtype`: torch.float32 on rank 0, torch.bfloat16 on rank 1",
-        different_formats,
-        2,
-    )
 
 
 def test_an_explicit_policy_leaves_each_parameter_as_it_is():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranked import on_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -29,8 +30,10 @@ class Copied(TorchDispatchMode):
         return result
 
 
-def copied_in_a_step(name, dtype):
-    """Return how many elements a step copies for each element of the model, once nothing is looked at any more."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["zero", "gemini"])
+@on_ranks(1)
+def test_a_step_copies_each_gradient_once(name, dtype):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))).to(dtype)
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -45,13 +48,7 @@ def copied_in_a_step(name, dtype):
             optimizer.step()
             optimizer.zero_grad()
         assert step < 7 or copied.numel >= numel, "each gradient, once"
-    return copied.numel / numel
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["zero", "gemini"])
-def test_a_step_copies_each_gradient_once(name, dtype):
-    (copied,) = run_on_ranks(copied_in_a_step, 1, name, dtype)
+    copied = copied.numel / numel
     assert copied < 1.1
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from matrix import matrix
 from plugin_runs import step
+from ranked import on_ranks
 from reference_plugins import ReferencePlugin
 from torch import nn
 
@@ -48,25 +49,19 @@ def test_options_that_differ_between_ranks_are_refused(plugin_class):
     expect_on_ranks(ConfigError, message, boost_apart, 2, plugin_class, name, (one, other))
 
 
-def boost_in_folders(folder):
-    own = folder / str(DistCoordinator().rank)
-    own.mkdir()
-    return boost(GeminiPlugin(offload_optim_frac=1.0, offload_dir=own))
-
-
+@on_ranks(2)
 def test_folders_may_differ(tmp_path):
-    assert run_on_ranks(boost_in_folders, 2, tmp_path) == [True, True]
+    own = tmp_path / str(DistCoordinator().rank)
+    own.mkdir()
+    assert boost(GeminiPlugin(offload_optim_frac=1.0, offload_dir=own))
 
 
-def boost_with_a_group():
+@on_ranks(2)
+def test_an_option_that_cannot_be_copied_is_compared():
     from torch.distributed import group
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    return boost(TorchDDPPlugin(comm_hook=allreduce_hook, comm_hook_state=group.WORLD))
-
-
-def test_an_option_that_cannot_be_copied_is_compared():
-    assert run_on_ranks(boost_with_a_group, 2) == [True, True]
+    assert boost(TorchDDPPlugin(comm_hook=allreduce_hook, comm_hook_state=group.WORLD))
 
 
 def rate_on_one(rank, optimizer, scheduler):

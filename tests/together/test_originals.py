@@ -9,12 +9,12 @@ import pytest
 import torch
 from cases import Setting
 from plugin_runs import backward, boosted, runs, step
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
-from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP, tiny_llama
 
 RUNS = runs("single", "ddp", "fsdp", "zero1", "zero2", "gemini", "hybrid-tp", "hybrid-pp")
@@ -32,7 +32,9 @@ def boost(run, *, scheduled=False):
     return model, optimizer, booster, booster.boost(model, optimizer, lr_scheduler=scheduler)
 
 
-def step_the_old(run):
+@pytest.mark.parametrize("run", RUNS)
+@on_ranks(lambda run: RUNS[run].num_ranks)
+def test_stepping_the_optimizer_from_before_boost_raises(run):
     _, old, booster, made = boost(run, scheduled=True)
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
     backward(booster, made.model, made.optimizer, BATCH)
@@ -49,12 +51,9 @@ def step_the_old(run):
         old.step()
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_stepping_the_optimizer_from_before_boost_raises(run):
-    run_on_ranks(step_the_old, RUNS[run].num_ranks, run)
-
-
-def call_the_old(run):
+@pytest.mark.parametrize("run", WHOLE)
+@on_ranks(lambda run: RUNS[run].num_ranks)
+def test_training_with_the_model_from_before_boost_raises(run):
     old, _, booster, made = boost(run)
     with pytest.raises(ConfigError, match="`LlamaForCausalLM` was called in training, but not through the model"):
         old(TOKENS)
@@ -71,17 +70,14 @@ def call_the_old(run):
     step(booster, made.model, made.optimizer, BATCH)
 
 
-@pytest.mark.parametrize("run", WHOLE)
-def test_training_with_the_model_from_before_boost_raises(run):
-    run_on_ranks(call_the_old, RUNS[run].num_ranks, run)
-
-
 class WithMethod(TinyMLP):
     def loss(self, x):
         return self(x).square().mean()
 
 
-def call_a_method(run):
+@pytest.mark.parametrize("run", ["single", "ddp", "fsdp", "zero1", "gemini"])
+@on_ranks(lambda run: RUNS[run].num_ranks)
+def test_a_method_that_trains_past_the_strategy_raises(run):
     booster, model, optimizer = boosted(RUNS[run], WithMethod())
     x = torch.randn(4, 8)
     with pytest.raises(ConfigError, match=r"methods of the model that call `self\(...\)`"):
@@ -92,19 +88,11 @@ def call_a_method(run):
     optimizer.step()
 
 
-@pytest.mark.parametrize("run", ["single", "ddp", "fsdp", "zero1", "gemini"])
-def test_a_method_that_trains_past_the_strategy_raises(run):
-    run_on_ranks(call_a_method, RUNS[run].num_ranks, run)
-
-
-def call_a_registered_method():
+@on_ranks(2)
+def test_a_method_that_fsdp_was_told_of_trains():
     booster, model, optimizer = boosted(Setting(TorchFSDPPlugin, {"forward_methods": ["loss"]}), WithMethod())
     booster.backward(model.loss(torch.randn(4, 8)), optimizer)
     optimizer.step()
-
-
-def test_a_method_that_fsdp_was_told_of_trains():
-    run_on_ranks(call_a_registered_method, 2)
 
 
 def test_copies_and_pickles_of_the_model_are_free():

@@ -15,6 +15,7 @@ from cases import Case, Setting, assert_equals_one_process, train_plainly
 from driven_runs import assert_same_loop
 from matrix import matrix
 from plugin_runs import runs
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster, LossScaleConfig, PrecisionPolicy
@@ -168,8 +169,9 @@ def test_train_batch_steps_all_of_them(plugin):
         assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
 
 
-def overflow_in_one(plugin, overflowing):
-    """Return for each step whether weights of each optimizer moved, and the loss scale after it."""
+@matrix(1, plugin=[name for name in SETTINGS if "replicas" not in name], overflowing=[0, 1])
+@on_ranks(1)
+def test_an_overflow_in_one_skips_the_step_of_all(plugin, overflowing):
     config = LossScaleConfig(initial_scale=8.0, growth_interval=2)
     precision = PrecisionPolicy(compute_dtype=torch.float16, loss_scale=config)
     booster = replace(SETTINGS[plugin], precision=precision).make_booster()
@@ -189,30 +191,22 @@ def overflow_in_one(plugin, overflowing):
             each.zero_grad()
         after = whole_model(booster, model)
         found.append(([not torch.equal(before[name], after[name]) for name in watched], boosted[0].loss_scaler.scale))
-    return found, boosted[0].loss_scaler is boosted[1].loss_scaler
+    is_shared = boosted[0].loss_scaler is boosted[1].loss_scaler
+    assert found == [([False, False], 4.0), ([True, True], 4.0), ([True, True], 8.0)]
+    assert is_shared
 
 
-@matrix(1, plugin=[name for name in SETTINGS if "replicas" not in name], overflowing=[0, 1])
-def test_an_overflow_in_one_skips_the_step_of_all(plugin, overflowing):
-    for found, is_shared in run_on_ranks(overflow_in_one, 1, plugin, overflowing):
-        assert found == [([False, False], 4.0), ([True, True], 4.0), ([True, True], 8.0)]
-        assert is_shared
-
-
-def save_some(root):
+@on_ranks(2)
+def test_a_checkpoint_has_the_state_of_all_or_none(tmp_path):
     booster = Booster("cpu", plugin="ddp")
     model, optimizers = make()
     model, boosted, *_ = booster.boost(model, optimizers)
     with pytest.raises(ConfigError, match="got 1 of the 2 optimizers"):
-        booster.save_checkpoint(root, model=model, optimizer=boosted[0], step=1)
+        booster.save_checkpoint(tmp_path, model=model, optimizer=boosted[0], step=1)
     with pytest.raises(ConfigError, match="got 1 of the 2 optimizers"):
-        booster.save_optimizer(boosted[1], root / "optimizer")
-    booster.save_optimizer(boosted, root / "optimizer")
-    booster.load_optimizer(boosted, root / "optimizer")
-
-
-def test_a_checkpoint_has_the_state_of_all_or_none(tmp_path):
-    run_on_ranks(save_some, 2, tmp_path)
+        booster.save_optimizer(boosted[1], tmp_path / "optimizer")
+    booster.save_optimizer(boosted, tmp_path / "optimizer")
+    booster.load_optimizer(boosted, tmp_path / "optimizer")
 
 
 @pytest.mark.parametrize(

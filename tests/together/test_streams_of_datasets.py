@@ -4,12 +4,13 @@ import pytest
 import torch
 from isolated_libraries import FOLDER, missing_libraries, use_isolated_libraries
 from matrix import matrix
+from ranked import raises_on_ranks
 from torch.utils.data import DataLoader
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_ddp import TorchDDPPlugin
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("ranks_with_isolated_libraries"),
@@ -73,13 +74,11 @@ def test_a_position_is_restored_with_other_ranks_and_workers(workers, ranks):
     assert sorted(number for found, *_ in (*first, *rest) for number in found) == everything(lengths)
 
 
-def split_already(lengths):
+@raises_on_ranks(ConfigError, "split_dataset_by_node", 2)
+def test_a_stream_that_was_split_by_node_is_refused():
+    lengths = [4, 4]
     stream = stream_of(lengths)
     import datasets.distributed
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     loader_of(datasets.distributed.split_dataset_by_node(stream, rank, size))
-
-
-def test_a_stream_that_was_split_by_node_is_refused():
-    expect_on_ranks(ConfigError, "split_dataset_by_node", split_already, 2, [4, 4])

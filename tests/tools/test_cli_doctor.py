@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from click.testing import CliRunner
+from ranked import on_ranks
 
-from booster_testing import run_on_ranks
 from booster_tools.cli import doctor
 from booster_tools.cli._doctor_checks import Checks
 from booster_tools.cli.doctor import Finding, command, run_checks
@@ -81,7 +81,8 @@ def test_doctor_names_what_is_slow(arguments, status, monkeypatch):
     assert "All plugins work; what is slow costs time." in result.output
 
 
-def written_late(folder):
+@on_ranks(2)
+def test_doctor_reads_a_file_when_all_ranks_have_written_it(tmp_path):
     """Check the file of both ranks, of which one writes late, where collectives return before they are done."""
     write = os.pwrite
 
@@ -90,8 +91,4 @@ def written_late(folder):
         return write(*arguments)
 
     with mock.patch.object(os, "pwrite", late), mock.patch.object(torch.distributed, "all_reduce"):
-        Checks(torch.device("cpu"), folder).file()
-
-
-def test_doctor_reads_a_file_when_all_ranks_have_written_it(tmp_path):
-    run_on_ranks(written_late, 2, tmp_path)
+        Checks(torch.device("cpu"), tmp_path).file()

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from ranked import on_ranks, raises_on_ranks
 from reference_plugins import ReferencePipelinePlugin, ReferencePlugin, ReferenceStateAdapter
 from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
 from booster_runtime.single import SingleDeviceStrategy
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP
 from booster_tools import TrainingFunctions, verify
 from booster_tools.rehearsal import random_state_kept
@@ -161,12 +162,9 @@ class Waiting(ReferencePlugin):
         return "its inner plugin 'ddp'"
 
 
-def verify_waiting():
-    verify(FUNCTIONS, Waiting())
-
-
+@raises_on_ranks(ConfigError, "waits for the ranks of other launches, .* Use its inner", 2)
 def test_a_plugin_that_waits_for_other_launches_is_refused():
-    expect_on_ranks(ConfigError, "waits for the ranks of other launches, .* Use its inner", verify_waiting, 2)
+    verify(FUNCTIONS, Waiting())
 
 
 class RenamesOutputs(ReferencePlugin):
@@ -217,7 +215,8 @@ def dropping():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def rates_after_verify():
+@on_ranks(2)
+def test_dropout_is_off_while_it_compares_only():
     made = []
 
     def build_one():
@@ -230,11 +229,7 @@ def rates_after_verify():
         lambda outputs, batch: outputs.square().mean(),
     )
     verify(functions, ReferencePlugin()).check()
-    return [model[1].p for model, *_ in made]
-
-
-def test_dropout_is_off_while_it_compares_only():
-    assert run_on_ranks(rates_after_verify, 2) == [[0.5, 0.5]] * 2
+    assert [model[1].p for model, *_ in made] == [0.5, 0.5]
 
 
 def unseeded():
@@ -262,16 +257,13 @@ REFUSED = {
 }
 
 
-def refused(case):
+@pytest.mark.parametrize("case", REFUSED)
+@on_ranks(2)
+def test_what_can_not_be_compared_raises_on_every_rank(case):
     make, data, loss, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         verify(TrainingFunctions(make, lambda: data, loss), ReferencePlugin())
-    return True
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_be_compared_raises_on_every_rank(case):
-    assert run_on_ranks(refused, 2, case) == [True, True]
+    assert True
 
 
 @pytest.mark.parametrize(("device", "read"), [("cpu", []), ("cuda:3", [3])])

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from forked_scripts import torchrun_variables
+from ranked import raises_on_ranks
 from trainer_runs import (
     NUM_EVALUATED,
     assert_same_parameters,
@@ -256,14 +257,11 @@ def test_arguments_that_contradict_the_booster_raise_on_every_rank(precision, ch
     assert all(errors)
 
 
-def train_spread(folder):
+@raises_on_ranks(ConfigError, "spread over devices when it was loaded", 1)
+def test_a_model_that_was_spread_over_devices_is_refused(tmp_path):
     model = make_model()
     model.hf_device_map = {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    make_trainer("single", folder, model=model)
-
-
-def test_a_model_that_was_spread_over_devices_is_refused(tmp_path):
-    expect_on_ranks(ConfigError, "spread over devices when it was loaded", train_spread, 1, tmp_path)
+    make_trainer("single", tmp_path, model=model)
 
 
 def resume_from_plain(folder):
@@ -339,11 +337,8 @@ def test_arguments_may_be_made_before_the_launch(scripts, tmp_path):
     assert done.codes == [0, 0], done.output
 
 
-def boost_a_module():
+@raises_on_ranks(TypeError, "takes a class derived from `transformers", 1)
+def test_other_classes_are_no_trainers():
     from booster_trainer import with_booster
 
     with_booster(torch.nn.Module)
-
-
-def test_other_classes_are_no_trainers():
-    expect_on_ranks(TypeError, "takes a class derived from `transformers", boost_a_module, 1)

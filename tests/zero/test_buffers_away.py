@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathering_plugin import GatheringPlugin
+from ranked import on_ranks
 from restless_memory import RestlessMemory
 from torch import nn
 
@@ -80,8 +81,10 @@ def test_bits_do_not_depend_on_where_blocks_are_between_uses(optimizer, precisio
         ] == []
 
 
-def load_into_other_precision(folder):
+@on_ranks(2)
+def test_a_run_without_masters_takes_those_of_a_file_as_its_parameters(tmp_path):
     """Save a run with masters, and return this rank's parts of these, and the parameters of a run without masters."""
+    folder = str(tmp_path)
     booster, model, optimizer = boost("adamw", "bf16", Memory)
     train(booster, model, optimizer)
     booster.save_model(model, f"{folder}/model", shard=True)
@@ -91,12 +94,8 @@ def load_into_other_precision(folder):
     booster, model, optimizer = boost("adamw", None, Memory)
     booster.load_model(model, f"{folder}/model")
     booster.load_optimizer(optimizer, f"{folder}/optimizer")
-    return masters, whole_model(booster, model)
-
-
-def test_a_run_without_masters_takes_those_of_a_file_as_its_parameters(tmp_path):
-    for masters, parameters in run_on_ranks(load_into_other_precision, 2, str(tmp_path)):
-        assert masters
-        for name, (start, stop), master in masters:
-            assert torch.equal(parameters[name].flatten()[start:stop], master.flatten()), name
-        assert any(not torch.equal(master.bfloat16().float(), master) for _, _, master in masters)
+    parameters = whole_model(booster, model)
+    assert masters
+    for name, (start, stop), master in masters:
+        assert torch.equal(parameters[name].flatten()[start:stop], master.flatten()), name
+    assert any(not torch.equal(master.bfloat16().float(), master) for _, _, master in masters)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, itself, train_plainly
 from gathering_plugin import GatheringPlugin
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -100,8 +101,8 @@ def test_gradients_and_parameters_equal_one_process():
         assert held == [0] * CASE.steps
 
 
-def reductions_by_the_middle():
-    """Return, for two steps, how many chunks are being reduced once backward has passed the second bank."""
+@on_ranks(2)
+def test_backward_awaits_no_gradients_of_experts_that_it_has_passed():
     net, optimizer = CASE.make()
     booster = Booster(plugin=GatheringPlugin(leaf_class=Bank))
     model, optimizer, *_ = booster.boost(net, optimizer)
@@ -119,10 +120,6 @@ def reductions_by_the_middle():
         optimizer.step()
         optimizer.zero_grad()
         started.clear()
-    return counted
-
-
-def test_backward_awaits_no_gradients_of_experts_that_it_has_passed():
-    for of_all, of_one in run_on_ranks(reductions_by_the_middle, 2):
-        assert of_one == of_all, "as many as in the first step, in which all experts have gradients"
-        assert of_all > 1
+    of_all, of_one = counted
+    assert of_one == of_all, "as many as in the first step, in which all experts have gradients"
+    assert of_all > 1

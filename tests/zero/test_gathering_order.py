@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from gathering_plugin import GatheringPlugin
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -127,7 +128,9 @@ def test_the_order_is_recorded_again_and_results_equal_one_process(name):
             before[what] = order
 
 
-def gathers_when_checkpointed():
+@on_ranks(2)
+def test_what_is_computed_again_is_gathered_once_for_that_and_for_its_gradient():
+    # Forward gathers all; in backward the last is still there, and each serves recomputation and gradient at once.
     net = Layers()
     net.is_checkpointed = True
     booster = Booster(plugin=GatheringPlugin(chunk_bytes=LAYER_BYTES))
@@ -139,14 +142,9 @@ def gathers_when_checkpointed():
         optimizer.zero_grad()
         counts = counts or Counts(model.gatherer)
         counted = counts.take()
-    return counted
-
-
-def test_what_is_computed_again_is_gathered_once_for_that_and_for_its_gradient():
-    # Forward gathers all; in backward the last is still there, and each serves recomputation and gradient at once.
-    for gathers, waits in run_on_ranks(gathers_when_checkpointed, 2):
-        assert gathers == 2 * DEPTH - 1
-        assert waits <= 2
+    gathers, waits = counted
+    assert gathers == 2 * DEPTH - 1
+    assert waits <= 2
 
 
 def most_ahead(**options):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -89,11 +90,9 @@ def test_a_step_moves_as_many_bytes_as_an_all_reduce(world_size, stage):
         assert sent["broadcast"] == 0
 
 
-def bytes_handed_to_torch(stage):
-    """Return the bytes that this rank passes to torch.distributed in one step, by function and tag, whoever calls.
-
-    Nothing is sent in any other way.
-    """
+@matrix(["1-2"], stage=[1, 2], world_size=[2, 4])
+@on_ranks("world_size")
+def test_between_hosts_a_step_sends_as_many_bytes_as_an_all_reduce(world_size, stage):
     handed = defaultdict(lambda: defaultdict(int))
 
     def counting(name, function):
@@ -114,16 +113,11 @@ def bytes_handed_to_torch(stage):
             if COMMUNICATING.search(name) and type(function) is FunctionType:
                 patch.setattr(dist, name, counting(name, function))
         train(booster, model, optimizer, 64)
-    return {name: list(by_tag.values()) for name, by_tag in handed.items()}
-
-
-@matrix(["1-2"], stage=[1, 2], world_size=[2, 4])
-def test_between_hosts_a_step_sends_as_many_bytes_as_an_all_reduce(world_size, stage):
     one_way = 3 * 64 * 64 * 4 * (world_size - 1) // world_size
-    for handed in run_on_ranks(bytes_handed_to_torch, world_size, stage):
-        # Three tags: slices of gradients, flags (to every other rank), new parameters.
-        moved = [one_way, FLAG_BYTES * (world_size - 1), one_way]
-        assert handed == {"isend": moved, "irecv": moved}
+    handed = {name: list(by_tag.values()) for name, by_tag in handed.items()}
+    # Three tags: slices of gradients, flags (to every other rank), new parameters.
+    moved = [one_way, FLAG_BYTES * (world_size - 1), one_way]
+    assert handed == {"isend": moved, "irecv": moved}
 
 
 @pytest.mark.parametrize(("stage", "reductions"), [(1, 1), (2, 3)])
@@ -132,22 +126,19 @@ def test_stage_1_moves_gradients_once_however_many_micro_batches(stage, reductio
         assert sent["reduce_scatter"] == reductions * 3 * 64 * 64 * 4 // 2
 
 
-def state_bytes():
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_each_rank_keeps_its_share_of_the_optimizer_state(world_size):
     booster, model, optimizer = boost(make(256), bucket_bytes=300_000)
     train(booster, model, optimizer, 256)
-    return sum(
+    total = 2 * 3 * 256 * 256 * 4
+    held = sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
     )
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_each_rank_keeps_its_share_of_the_optimizer_state(world_size):
-    total = 2 * 3 * 256 * 256 * 4
-    for held in run_on_ranks(state_bytes, world_size):
-        assert held == pytest.approx(total / world_size, rel=0.01)
+    assert held == pytest.approx(total / world_size, rel=0.01)
 
 
 def gradient_bytes(stage, bucket_bytes):
@@ -212,7 +203,9 @@ def test_all_is_freed_with_the_last_reference():
     assert run_on_ranks(engine_is_gone, 2) == [[]] * 2
 
 
-def thousand_steps():
+@pytest.mark.slow
+@on_ranks(2, timeout_seconds=120)
+def test_nothing_grows_in_a_thousand_steps():
     booster, model, optimizer = boost(make(64), bucket_bytes=20_000, stage=2)
     for _ in range(300):  # malloc finds its final size
         train(booster, model, optimizer, 64)
@@ -226,11 +219,6 @@ def thousand_steps():
         for _ in range(1000):
             train(booster, model, optimizer, 64)
     assert count() == before
-    return used.kept_bytes
-
-
-@pytest.mark.slow
-def test_nothing_grows_in_a_thousand_steps():
-    for kept_bytes in run_on_ranks(thousand_steps, 2, timeout_seconds=120):
-        # A single gradient of one layer kept in each step would be 16 MiB; malloc and gloo settle within two.
-        assert kept_bytes < 2**22
+    kept_bytes = used.kept_bytes
+    # A single gradient of one layer kept in each step would be 16 MiB; malloc and gloo settle within two.
+    assert kept_bytes < 2**22

@@ -12,13 +12,14 @@ from matrix import matrix
 from model_zoo import get_model
 from plugin_runs import runs, step
 from pretrained_models import Saves, load, make_model, tokens, trained_in_one_process
+from ranked import raises_on_ranks
 from safetensors.torch import load_file
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_gemini import GeminiPlugin
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
@@ -279,14 +280,11 @@ def test_saving_the_own_model_with_adapters_raises(tmp_path):
     run_on_ranks(save_own_model, 2, "gemini", str(tmp_path), lora_config())
 
 
-def save_other(folder):
+@raises_on_ranks(ConfigError, r"`\w*Saves.save_pretrained` would write what this rank holds.* `booster.save_model", 2)
+def test_a_model_of_another_library_does_not_save_a_part_of_itself(tmp_path):
+    folder = str(tmp_path)
     model, *_ = Booster(plugin=GeminiPlugin()).boost(Saves(4, 2))
     model.save_pretrained(folder)
-
-
-def test_a_model_of_another_library_does_not_save_a_part_of_itself(tmp_path):
-    match = r"`\w*Saves.save_pretrained` would write what this rank holds.* `booster.save_model"
-    expect_on_ranks(ConfigError, match, save_other, 2, str(tmp_path))
 
 
 class WithMixin(nn.Module, huggingface_hub.PyTorchModelHubMixin):
