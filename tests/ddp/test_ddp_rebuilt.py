@@ -11,12 +11,13 @@ import torch.distributed as dist
 from cases import Case, Setting
 from driven_runs import Run, assert_same_loop
 from matrix import matrix, named
+from ranked import raises_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster_core.errors import ConfigError, GradientError
 from booster_ddp import TorchDDPPlugin
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import tolerance_for
 
 WORLD_SIZE = 2
@@ -208,7 +209,7 @@ SCHEDULES = [
 ]
 
 
-@matrix(1, script=named(SCHEDULES, lambda f: f.__name__), options=OPTIONS, optimizer=OPTIMIZERS)
+@matrix(1, 2, script=named(SCHEDULES, lambda f: f.__name__), options=OPTIONS, optimizer=OPTIMIZERS)
 def test_freezing_and_unfreezing_trains_as_one_process(script, options, optimizer):
     check(script, OPTIONS[options], optimizer=optimizer, frozen=LOWER if script is unfreeze_from_the_top else ())
 
@@ -224,7 +225,8 @@ def test_the_search_begins_again_with_other_parameters():
     check(unfreeze_a_head_that_is_not_always_used, {})
 
 
-def unfreeze_on_one_rank():
+@raises_on_ranks(ConfigError, r"trained parameters.*Freeze and unfreeze the same parameters", WORLD_SIZE)
+def test_ranks_that_train_different_parameters_raise():
     run = on_rank({}, frozen=LOWER)
     backward(run, 0)
     finish(run)
@@ -233,24 +235,16 @@ def unfreeze_on_one_rank():
     backward(run, 1)
 
 
-def test_ranks_that_train_different_parameters_raise():
-    expect_on_ranks(
-        ConfigError, r"trained parameters.*Freeze and unfreeze the same parameters", unfreeze_on_one_rank, WORLD_SIZE
-    )
-
-
-def unfreeze_past_forward():
+@raises_on_ranks(
+    GradientError, r"2 parameter\(s\) that were frozen in each forward.*'first.weight'.*before the forward", WORLD_SIZE
+)
+def test_gradients_that_no_forward_of_the_model_knows_raise():
     run = on_rank({}, frozen=LOWER)
     backward(run, 0)
     finish(run)
     run.net.first.requires_grad_(requires_grad=True)
     run.net.first(data(1, dist.get_rank())).sum().backward()
     run.optimizer.step()
-
-
-def test_gradients_that_no_forward_of_the_model_knows_raise():
-    match = r"2 parameter\(s\) that were frozen in each forward.*'first.weight'.*before the forward"
-    expect_on_ranks(GradientError, match, unfreeze_past_forward, WORLD_SIZE)
 
 
 def graph_of_an_earlier_ddp(run):
@@ -281,13 +275,10 @@ def test_backward_through_the_graph_of_an_earlier_ddp_is_averaged(options):
     check(graph_of_an_earlier_ddp, OPTIONS[options], kind=OneLayer)
 
 
-def begin_under_no_sync():
+@raises_on_ranks(GradientError, r"first backward that is averaged.*`no_sync`", WORLD_SIZE)
+def test_a_static_graph_that_begins_under_no_sync_is_refused():
     run = on_rank({"static_graph": True})
     backward(run, 0, no_sync=True)
-
-
-def test_a_static_graph_that_begins_under_no_sync_is_refused():
-    expect_on_ranks(GradientError, r"first backward that is averaged.*`no_sync`", begin_under_no_sync, WORLD_SIZE)
 
 
 def module_tree():

@@ -68,6 +68,7 @@ MESHES = {
         "deepseek_v3-dp2zero3",
         "deepseek_v3-ulysses",
     ],
+    1,
     name=["qwen3_moe", "deepseek_v3"],
     mesh=list(MESHES),
 )

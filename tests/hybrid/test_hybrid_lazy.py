@@ -83,7 +83,7 @@ def compare(name, meshes, precision=None):
 SLOW = pytest.mark.slow
 
 
-@matrix(["heads/falcon_groups_lm-tp2dp2zero3"], name=NAMES, options=named(CUT, CUT_IDS))
+@matrix(["heads/falcon_groups_lm-tp2dp2zero3"], 1, name=NAMES, options=named(CUT, CUT_IDS))
 def test_values_are_those_of_an_eager_model(name, options):
     run_on_ranks(compare, 4, name, [options])
 
@@ -174,6 +174,7 @@ def pretrained(folder, name, options, dtype, precision):
 
 @matrix(
     ["gpt2_lm-pp2dp2zero1-float32-bf16", "mixtral-tp2dp2zero3-float32-bf16"],
+    2,
     name=PRETRAINED,
     options=named(CUT, CUT_IDS),
     **{

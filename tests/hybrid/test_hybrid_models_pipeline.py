@@ -60,6 +60,7 @@ def assert_parity(name, num_ranks, options):
         "heads/llama_classification-pp2",
         "heads/t5_token_classification-pp2",
     ],
+    1,
     name=NAMES,
     mesh=MESHES,
 )

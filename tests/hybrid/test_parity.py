@@ -18,8 +18,8 @@ MODES = {
     "split_gather": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
 }
 PLAIN = {"tp2": (2, TENSOR), "tp2-dp2zero1": (4, {**TENSOR, "zero_stage": 1})}
-SEQUENCES = {
-    **{mode: (2, options) for mode, options in MODES.items()},
+SEQUENCES = {mode: (2, options) for mode, options in MODES.items()}
+OF_REPLICAS = {
     **{f"{mode}-dp2zero1": (4, {**options, "zero_stage": 1}) for mode, options in MODES.items()},
     "all_to_all-tp2": (4, {**MODES["all_to_all"], **TENSOR}),
     "ring_attn-tp2": (4, {**MODES["ring_attn"], **TENSOR}),
@@ -29,7 +29,7 @@ SPLITTABLE = [name for name in NAMES if name not in WITHOUT_SEQUENCES]
 
 
 def assert_parity(name, mesh, **more):
-    num_ranks, options = {**PLAIN, **SEQUENCES}[mesh]
+    num_ranks, options = {**PLAIN, **SEQUENCES, **OF_REPLICAS}[mesh]
     if "pp_size" in more:
         num_ranks *= more["pp_size"]
     case, setting = parity_case(name), parity_setting(name, {**options, **more}, num_ranks)
@@ -47,6 +47,7 @@ def assert_parity(name, mesh, **more):
         "heads/qwen3_lm-tp2",
         "transformers/vit_classification-tp2",
     ],
+    1,
     name=NAMES,
     mesh=PLAIN,
 )
@@ -79,6 +80,11 @@ def test_training_with_split_sequences_equals_one_process(mesh, name):
     assert_parity(name, mesh)
 
 
+@matrix([], 1, mesh=OF_REPLICAS, name=SPLITTABLE)
+def test_replicas_and_tensor_parallel_ranks_split_sequences_too(mesh, name):
+    assert_parity(name, mesh)
+
+
 @matrix(
     ["transformers/t5_generation-all_to_all"],
     name=["transformers/t5_generation", "transformers/whisper_generation", "transformers/llama"],
@@ -88,7 +94,7 @@ def test_stages_of_a_pipeline_split_sequences_too(mode, name):
     assert_parity(name, mode, pp_size=2)
 
 
-@matrix(["tp2-heads/llama_classification", "all_to_all-transformers/gpt2_lm"], mesh=["tp2", *MODES], name=NAMES)
+@matrix(["tp2-heads/llama_classification", "all_to_all-transformers/gpt2_lm"], 1, mesh=["tp2", *MODES], name=NAMES)
 def test_bf16_is_as_near_to_fp32_as_one_process(mesh, name):
     _, options = {**PLAIN, **SEQUENCES}[mesh]
     if mesh == "tp2" or not (name in WITHOUT_SEQUENCES or is_refused(name, options)):

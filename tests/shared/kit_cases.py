@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 from matrix import case_names, matrix
 
-from booster_testing.conformance import ArithmeticConformance, PluginConformance
+from booster_testing.conformance import ArithmeticConformance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 Kit = TypeVar("Kit", bound=type)
 
 
-def by_default(*kept: str | type) -> Callable[[Kit], Kit]:
+def by_default(*kept: str) -> Callable[[Kit], Kit]:
     """Return a class decorator that marks all inherited tests as slow but some.
 
     Args:
-        kept: Tests, as ``name`` or ``name[case]``, or a class that has them.
+        kept: Tests, as ``name`` or ``name[case]``.
 
     Raises:
         ValueError: If the decorated class has no such test.
     """
 
     def mark(kit: Kit) -> Kit:
-        return _mark(kit, {name for each in kept for name in (_names(each) if isinstance(each, type) else [each])})
+        return _mark(kit, set(kept))
 
     return mark
 
@@ -111,10 +111,9 @@ def _spelled_out(kit: type, names: set[str] | tuple[str, ...]) -> set[str]:
     "test_overflow_on_one_rank_skips_the_step_on_all_ranks",
     "test_ranks_hold_equal_parameters",
 )
-@by_default(ArithmeticConformance)
-class VariantConformance(PluginConformance):
-    """The kit for a variant of a plugin, of which another class runs the whole kit by default.
+class VariantConformance(ArithmeticConformance):
+    """What options of memory and communication can change, values and where they are, for a variant of a plugin.
 
-    By default it runs what options of memory and communication can change: values, and where they are. What another
-    of these tests would find as well, such as replicas that differ, is left to the whole kit.
+    Another class runs the whole kit for the plugin. What another of these tests would find as well, such as replicas
+    that differ, is slow.
     """

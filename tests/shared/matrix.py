@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _Case = type(pytest.param())
 
 
-def matrix(default: int | Sequence[str], /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
+def matrix(default: int | Sequence[str], nightly: int = 0, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test by the product of axes, and mark as slow what the default run does not take.
 
     Cases are named as those of one `pytest.mark.parametrize` for each axis, the first axis nearest to the function.
@@ -22,6 +22,7 @@ def matrix(default: int | Sequence[str], /, **axes: Iterable[Any]) -> pytest.Mar
     Args:
         default: 1 takes cases that together have every value, 2 every pair of values of different parameters. Where
             these are still too many, the names of the cases.
+        nightly: What is left of the others, which are slow: 1 and 2 as for ``default``, 0 for all of them.
         axes: The values of each parameter; `pytest.param` gives a value a name or marks. Cases of a value that is
             marked slow are slow. Values of several parameters are tuples: ``**{"height, width": [(2, 3)]}``.
 
@@ -42,7 +43,10 @@ def matrix(default: int | Sequence[str], /, **axes: Iterable[Any]) -> pytest.Mar
             msg = f"No case is named {', '.join(map(repr, unknown))}. Cases: {', '.join(map(repr, ids))}."
             raise ValueError(msg)
         chosen = {position for position in candidates if ids[position] in default}
-    marked = [case if position in chosen else _slow(case) for position, case in enumerate(cases)]
+    kept = set(range(len(cases)))
+    if nightly:
+        kept = chosen | covering([dict(enumerate(map(id, case.values))) for case in cases], nightly)
+    marked = [cases[each] if each in chosen else _slow(cases[each]) for each in sorted(kept)]
     return pytest.mark.parametrize([name for names in parameters for name in names], marked)
 
 

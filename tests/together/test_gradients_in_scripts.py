@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cases import Case, Setting
 from driven_runs import Run, assert_same_steps, drive
 from matrix import matrix
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
 from booster_core.errors import GradientError
@@ -158,7 +159,9 @@ def test_parameters_have_gradients_where_they_have_some_in_one_process(plugin):
 # ---- what can't be honoured
 
 
-def drops_pieces(plugin):
+@pytest.mark.parametrize("plugin", SOME)
+@on_ranks(2)
+def test_dropping_parts_of_gradients_raises(plugin):
     run = boosted(plugin)
     run.backward(run.loss(0))
     for group in run.optimizer.param_groups:
@@ -169,12 +172,8 @@ def drops_pieces(plugin):
 
 
 @pytest.mark.parametrize("plugin", SOME)
-def test_dropping_parts_of_gradients_raises(plugin):
-    run_on_ranks(drops_pieces, 2, plugin)
-
-
-def hooked(plugin):
-    """Return what a hook on a parameter sees that a script registers after `boost`, as optimizers in backward do."""
+@on_ranks(2)
+def test_a_hook_after_boost_sees_that_there_is_a_gradient_that_it_can_not_read(plugin):
     run = boosted(plugin)
     seen = []
 
@@ -186,12 +185,7 @@ def hooked(plugin):
     run.net.head.weight.register_post_accumulate_grad_hook(look)
     run.backward(run.loss(0))
     run.loss(1).backward()
-    return seen
-
-
-@pytest.mark.parametrize("plugin", SOME)
-def test_a_hook_after_boost_sees_that_there_is_a_gradient_that_it_can_not_read(plugin):
-    assert run_on_ranks(hooked, 2, plugin) == [[True, True]] * 2
+    assert seen == [True, True]
 
 
 # ---- hooks that change gradients before ranks average them
@@ -252,24 +246,21 @@ def trained_with_hook(kind, plugin):
     return drive(two_steps, case, None if plugin is None else Setting(PLUGINS[plugin]), 2, {})
 
 
-@matrix(1, kind=LINEAR, plugin=PLUGINS)
+@matrix(1, 1, kind=LINEAR, plugin=PLUGINS)
 def test_a_hook_that_is_linear_equals_one_process(kind, plugin):
     assert_same_steps(run_on_ranks(trained_with_hook, 2, kind, plugin), trained_with_hook(kind, None), CASE)
 
 
-@matrix(1, kind=OTHERS, plugin=PLUGINS)
+@matrix(1, 1, kind=OTHERS, plugin=PLUGINS)
 def test_a_hook_that_is_not_linear_raises_with_what_to_do(kind, plugin):
     match = "The hook .* is not linear in the gradient, or steps.*clip by `optimizer.clip_grad_by_value`"
     expect_on_ranks(GradientError, match, trained_with_hook, 2, kind, plugin)
 
 
-def hook_after_boost(plugin):
+@pytest.mark.parametrize("plugin", ["ddp", "gemini"])
+@raises_on_ranks(GradientError, "of parameter 'head.weight' is not linear", 2)
+def test_a_hook_that_comes_later_is_watched_too(plugin):
     run = boosted(plugin)
     two_steps(run)
     run.net.head.weight.register_hook(OTHERS["normalized"])
     two_steps(run)
-
-
-@pytest.mark.parametrize("plugin", ["ddp", "gemini"])
-def test_a_hook_that_comes_later_is_watched_too(plugin):
-    expect_on_ranks(GradientError, "of parameter 'head.weight' is not linear", hook_after_boost, 2, plugin)

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from matrix import matrix
+from ranked import on_ranks
 from reference_plugins import ReferencePlugin
 from torch import nn
 
@@ -117,7 +118,9 @@ WAYS = {
 }
 
 
-def assigns_by_hand(plugin):
+@pytest.mark.parametrize("plugin", ["single", "third party", "ddp", "fsdp"])  # elsewhere, `.grad` can't be assigned
+@on_ranks(ranks_of)
+def test_gradients_that_a_script_assigns_without_a_backward_are_not_divided(plugin):
     booster = Booster("cpu", FP16, PLUGINS[plugin]())
     model, optimizer = boosted(booster, 0)
     booster.backward(loss_of(model, 0), optimizer)
@@ -130,14 +133,9 @@ def assigns_by_hand(plugin):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     after = whole_model(booster, model)
-    return [(after[name] - before[name]).flatten() for name in before]
-
-
-@pytest.mark.parametrize("plugin", ["single", "third party", "ddp", "fsdp"])  # elsewhere, `.grad` can't be assigned
-def test_gradients_that_a_script_assigns_without_a_backward_are_not_divided(plugin):
-    for changes in run_on_ranks(assigns_by_hand, ranks_of(plugin), plugin):
-        for change in changes:
-            torch.testing.assert_close(change, torch.full_like(change, -0.125), rtol=0, atol=2**-10)  # of fp16
+    changes = [(after[name] - before[name]).flatten() for name in before]
+    for change in changes:
+        torch.testing.assert_close(change, torch.full_like(change, -0.125), rtol=0, atol=2**-10)  # of fp16
 
 
 def past_the_booster(plugin, way, clips):
@@ -160,6 +158,7 @@ def past_the_booster(plugin, way, clips):
     [f"{plugin}-of the loss-False" for plugin in PLUGINS]
     + [f"{plugin}-accumulated in part-True" for plugin in PLUGINS]
     + ["ddp-joined-True", "zero-1-of a part-True", "fsdp-accumulated-False"],
+    2,
     plugin=list(PLUGINS),
     way=list(WAYS),
     clips=[False, True],
@@ -173,23 +172,23 @@ def test_a_step_on_gradients_without_the_factors_raises(plugin, way, clips):
         assert_same_tensors(found, plain_gradients(0, 0), tolerance_for(dtype))
 
 
-def directly_without_factors(plugin):
+@matrix(1, plugin=list(PLUGINS))
+@on_ranks(ranks_of)
+def test_a_backward_of_the_loss_itself_is_right_where_there_are_no_factors(plugin):
     booster = Booster("cpu", "fp32", PLUGINS[plugin]())
     model, optimizer = boosted(booster, 0)
     with accumulate(booster, model, 1):
         loss_of(model, 0).backward()
     found = gradients(booster, model)
     optimizer.step()
-    return found
+    assert_same_tensors(found, plain_gradients(0, 0), tolerance_for(torch.float32))
 
 
-@matrix(1, plugin=list(PLUGINS))
-def test_a_backward_of_the_loss_itself_is_right_where_there_are_no_factors(plugin):
-    for found in run_on_ranks(directly_without_factors, ranks_of(plugin), plugin):
-        assert_same_tensors(found, plain_gradients(0, 0), tolerance_for(torch.float32))
-
-
-def two_models(plugin, nested):
+@matrix(
+    ["single-True", "ddp-True", "ddp-False", "fsdp-True", "zero-1-False"], plugin=list(PLUGINS), nested=[True, False]
+)
+@on_ranks(ranks_of)
+def test_a_block_weighs_the_losses_of_its_model_alone(plugin, nested):
     """Accumulate over two batches of a model, in a block around the other's too, or around a loss of the other."""
     booster = Booster("cpu", "fp32", PLUGINS[plugin]())
     (first, of_first), (second, of_second) = boosted(booster, 0), boosted(booster, 1)
@@ -201,20 +200,15 @@ def two_models(plugin, nested):
     found = gradients(booster, first), gradients(booster, second)
     of_first.step()
     of_second.step()
-    return found
+    first, second = found
+    assert_same_tensors(first, plain_gradients(0, 0, 1), tolerance_for(torch.float32))
+    numbers = (0, 1) if nested else (1,)
+    assert_same_tensors(second, plain_gradients(1, *numbers), tolerance_for(torch.float32))
 
 
-@matrix(
-    ["single-True", "ddp-True", "ddp-False", "fsdp-True", "zero-1-False"], plugin=list(PLUGINS), nested=[True, False]
-)
-def test_a_block_weighs_the_losses_of_its_model_alone(plugin, nested):
-    for first, second in run_on_ranks(two_models, ranks_of(plugin), plugin, nested):
-        assert_same_tensors(first, plain_gradients(0, 0, 1), tolerance_for(torch.float32))
-        numbers = (0, 1) if nested else (1,)
-        assert_same_tensors(second, plain_gradients(1, *numbers), tolerance_for(torch.float32))
-
-
-def weighed_apart(plugin):
+@pytest.mark.parametrize("plugin", ["single", "ddp", "fsdp"])
+@on_ranks(ranks_of)
+def test_a_loss_has_one_weight(plugin):
     """Share a loss of blocks that weigh it differently."""
     booster = Booster("cpu", "fp32", PLUGINS[plugin]())
     (first, of_first), (second, of_second) = boosted(booster, 0), boosted(booster, 1)
@@ -229,11 +223,6 @@ def weighed_apart(plugin):
             of_second.step()
 
 
-@pytest.mark.parametrize("plugin", ["single", "ddp", "fsdp"])
-def test_a_loss_has_one_weight(plugin):
-    run_on_ranks(weighed_apart, ranks_of(plugin), plugin)
-
-
 def plain_pair():
     first, second = net(0), net(1)
     second(first(rows(1))).square().mean().backward()
@@ -242,7 +231,21 @@ def plain_pair():
     return norm, [each.grad for each in every]
 
 
-def shared_loss(plugin, passed):
+def _gradients_at(values):
+    models = [net(0), net(1)]
+    for model, tensors in zip(models, values, strict=True):
+        model.load_state_dict(tensors)
+    models[1](models[0](rows(1))).square().mean().backward()
+    return [parameter.grad for model in models for parameter in model.parameters()]
+
+
+@matrix(
+    [f"{plugin}-passed{number}" for plugin, number in zip(PLUGINS, [2, 0, 1, 2, 0, 2, 1, 2], strict=True)],
+    plugin=list(PLUGINS),
+    passed=[[0], [1], [0, 1]],
+)
+@on_ranks(ranks_of)
+def test_models_that_share_a_loss_have_one_loss_scale(plugin, passed):
     """Overflow in the second model only; return what moved, and the gradients of the step after."""
     booster = Booster("cpu", FP16, PLUGINS[plugin]())
     (first, of_first), (second, of_second) = pair = boosted(booster, 0), boosted(booster, 1)
@@ -265,30 +268,13 @@ def shared_loss(plugin, passed):
     for each in optimizers:
         each.step()
     expected = _gradients_at(after)
-    return moved, scales, [each.loss_scaler.num_good_steps for each in optimizers], found, expected
-
-
-def _gradients_at(values):
-    models = [net(0), net(1)]
-    for model, tensors in zip(models, values, strict=True):
-        model.load_state_dict(tensors)
-    models[1](models[0](rows(1))).square().mean().backward()
-    return [parameter.grad for model in models for parameter in model.parameters()]
-
-
-@matrix(
-    [f"{plugin}-passed{number}" for plugin, number in zip(PLUGINS, [2, 0, 1, 2, 0, 2, 1, 2], strict=True)],
-    plugin=list(PLUGINS),
-    passed=[[0], [1], [0, 1]],
-)
-def test_models_that_share_a_loss_have_one_loss_scale(plugin, passed):
-    for moved, scales, good, found, expected in run_on_ranks(shared_loss, ranks_of(plugin), plugin, passed):
-        assert moved == [passed != [0, 1], False]
-        assert scales == [SCALE / 2] * 2
-        assert good == [1, 1]
-        for gradient, plain in zip(found, expected, strict=True):
-            # Products in fp16 against fp32; a wrong scale is a factor of two.
-            torch.testing.assert_close(gradient, plain, rtol=0.02, atol=2e-4)
+    good = [each.loss_scaler.num_good_steps for each in optimizers]
+    assert moved == [passed != [0, 1], False]
+    assert scales == [SCALE / 2] * 2
+    assert good == [1, 1]
+    for gradient, plain in zip(found, expected, strict=True):
+        # Products in fp16 against fp32; a wrong scale is a factor of two.
+        torch.testing.assert_close(gradient, plain, rtol=0.02, atol=2e-4)
 
 
 def clipped_together(plugin):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 from matrix import matrix
+from ranked import raises_on_ranks
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -100,6 +101,7 @@ def loaded(kind, name, folder):
 
 @matrix(
     ["AdamW8bit-zero 2-ddp", "AdamW4bit-fsdp-zero 1", "AdamW8bit-gemini-fsdp"],
+    2,
     kind=["AdamW8bit", "AdamW4bit", pytest.param(BITSANDBYTES, marks=NEEDS_BITSANDBYTES)],
     saver=["ddp", "fsdp", "zero 1", "zero 2", "gemini", "hybrid"],
     loader=["ddp", "fsdp", "zero 1", "zero 2", "gemini", "hybrid"],
@@ -146,7 +148,8 @@ def test_parts_of_blocks_are_not_loaded(plugin, tmp_path):
     expect_on_ranks(CheckpointError, what, load_cut, 2, plugin, tmp_path)
 
 
-def split_layers():
+@raises_on_ranks(ConfigError, "AdamW8bit keeps its state in few bits.*`tp_size=1`", 2)
+def test_tensor_parallelism_refuses_blocks_of_whole_matrices():
     use_isolated_libraries()
     import_quietly(["torchao.optim"])
     import torchao.optim
@@ -155,7 +158,3 @@ def split_layers():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes))
     booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2))
     booster.boost(model, torchao.optim.AdamW8bit(model.parameters()))
-
-
-def test_tensor_parallelism_refuses_blocks_of_whole_matrices():
-    expect_on_ranks(ConfigError, "AdamW8bit keeps its state in few bits.*`tp_size=1`", split_layers, 2)

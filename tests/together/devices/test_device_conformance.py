@@ -11,7 +11,7 @@ from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_testing.conformance import PluginConformance
+from booster_testing.conformance import ArithmeticConformance, PluginConformance
 from booster_testing.pipeline_conformance import EXAMPLE_BATCH, PipelineConformance
 from booster_zero import LowLevelZeroPlugin
 
@@ -35,7 +35,7 @@ class TestZero1(OnDevice, PluginConformance):
     plugin_class = LowLevelZeroPlugin
 
 
-class TestZero2InSmallBucketsOffloaded(OnDevice, PluginConformance):
+class TestZero2InSmallBucketsOffloaded(OnDevice, ArithmeticConformance):
     plugin_class = LowLevelZeroPlugin
     options: ClassVar[Mapping[str, Any]] = {"stage": 2, "offload": "cpu", "bucket_bytes": 1024}
     reduces_under_no_sync = True
@@ -47,7 +47,7 @@ class TestGemini(OnDevice, PluginConformance):
     options: ClassVar[Mapping[str, Any]] = {"min_chunk_bytes": 256, "max_prefetch": 2}
 
 
-class TestGeminiOffloaded(OnDevice, PluginConformance):
+class TestGeminiOffloaded(OnDevice, ArithmeticConformance):
     plugin_class = GeminiPlugin
     reduces_under_no_sync = True
     options: ClassVar[Mapping[str, Any]] = {
@@ -57,7 +57,7 @@ class TestGeminiOffloaded(OnDevice, PluginConformance):
     }
 
 
-class TestGeminiWithinABudget(OnDevice, PluginConformance):
+class TestGeminiWithinABudget(OnDevice, ArithmeticConformance):
     plugin_class = GeminiPlugin
     reduces_under_no_sync = True
     options: ClassVar[Mapping[str, Any]] = {
