@@ -1,4 +1,7 @@
-"""Headers, indexes and parameter groups that are damaged or hostile: `CheckpointError`, and never another error."""
+"""Headers, indexes and parameter groups that are damaged or hostile: `CheckpointError`, and never another error.
+
+`test_safetensors_fuzz.py` draws odd headers of usual sizes.
+"""
 
 import json
 import struct
@@ -31,28 +34,9 @@ def entry(**changes):
     "header",
     [
         entry(dtype=["F32"]),
-        entry(dtype={"F32": 1}),
-        entry(dtype=None),
-        entry(dtype=7),
-        entry(shape="4"),
-        entry(shape={"4": 4}),
-        entry(shape=[4.0]),
-        entry(shape=[True, 4]),
-        entry(shape=[-4]),
-        entry(shape=[[4]]),
         entry(shape=[0, 1 << 70], data_offsets=[0, 0]),
         entry(shape=[1] * 100_000),
-        entry(data_offsets=None),
-        entry(data_offsets=[0]),
-        entry(data_offsets=[0, 16, 32]),
-        entry(data_offsets=["0", "16"]),
-        entry(data_offsets={"0": 0, "16": 16}),
-        entry(data_offsets=[16, 0]),
         entry(data_offsets=[1 << 70, (1 << 70) + 16]),
-        {"a": None},
-        {"a": []},
-        {"a": "F32"},
-        {"a": {}},
         {"__metadata__": [1]},
         {"__metadata__": {"booster.x": DEEP * 20}},
         {"__metadata__": {"booster.x": 3}},
@@ -66,7 +50,7 @@ def entry(**changes):
         b'{"a": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 16]}}',
         b"\xff\xfe",
     ],
-    ids=range(35),
+    ids=range(16),
 )
 def test_safetensors_header(header, tmp_path):
     write_header(tmp_path / "m.safetensors", header)

@@ -76,14 +76,6 @@ def test_long_keys_are_not_copied_for_each_value(tmp_path):
         pass
 
 
-def test_many_small_lists_are_read(tmp_path):
-    boxes = [[x, x + 1] for x in range(200_000)]
-    torch.save({"w": torch.ones(3), "boxes": boxes, "none": [[] for _ in range(10_000)]}, tmp_path / "model.bin")
-    with open_source(tmp_path / "model.bin", "model") as source:
-        assert source.values["boxes"] == boxes
-        assert source.values["none"][-1] == []
-
-
 def test_what_people_share_is_read(tmp_path):
     """Lists, strings and tensors that a state holds in several places."""
     shared, weight = ["a", (1, 2), {"b": 3.0}], torch.arange(3.0)

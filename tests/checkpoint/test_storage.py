@@ -1,6 +1,5 @@
 """Checkpoints at URLs: in a store of one process' own memory, on the local disk, and in a third party's store."""
 
-import errno
 import json
 import re
 import sys
@@ -11,6 +10,7 @@ import torch
 from click.testing import CliRunner
 from folder_storage import FolderStorage, StorageHooks
 from matrix import matrix
+from ranked import on_ranks
 from resumable import ResumableRun as Run
 
 import booster_runtime
@@ -21,7 +21,7 @@ from booster_checkpoint.storage import leaves_folder, locate, storage_for
 from booster_checkpoint.storage.fsspec_storage import storage_of_driver
 from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.cli import main
-from booster_core.errors import CheckpointError, ConfigError, StorageUnreachableError
+from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -181,68 +181,6 @@ def test_a_step_that_is_listed_late_is_resumed_from_and_stays(serve):
     assert Run().load(root, resume=True).step == 3
 
 
-class SilentStorage(FolderStorage):
-    """Gives no answer to one request, or to all from one on."""
-
-    calls, first, lasts = 0, None, False
-
-    def _answer(self):
-        self.calls += 1
-        if self.first is not None and (self.calls >= self.first if self.lasts else self.calls == self.first):
-            raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
-
-    def list(self, url):
-        self._answer()
-        return super().list(url)
-
-    def read(self, url, start, target):
-        self._answer()
-        super().read(url, start, target)
-
-    def open_write(self, url, nbytes):
-        self._answer()
-        return super().open_write(url, nbytes)
-
-    def remove(self, url):
-        self._answer()
-        super().remove(url)
-
-
-def values_of(run):
-    return [parameter.detach().clone() for parameter in run.model.unwrap().parameters()]
-
-
-@pytest.mark.parametrize("lasts", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_storage_that_gives_no_answer_makes_no_older_step_the_newest(lasts, serve):
-    """At each request of a resume: the newest step, or an error of this kind; and no change that is not told."""
-    root, saved, silent = "ours://run", Run(), serve(SilentStorage)
-    for saved.step in (1, 2):
-        saved.save(root)
-    silent.calls = 0
-    assert Run(seed=1).load(root, resume=True).step == 2
-    count = silent.calls
-    assert count > 10
-    silent.lasts = lasts
-    failures = []
-    for number in range(1, count + 1):
-        run = Run(seed=1)
-        with torch.no_grad():
-            for parameter in run.model.unwrap().parameters():
-                parameter.fill_(-1.0)
-        silent.calls, silent.first = 0, number
-        try:
-            assert run.load(root, resume=True).step == 2
-        except StorageUnreachableError as error:
-            has_changed = any(bool((values != -1).any()) for values in values_of(run))
-            failures.append((str(error), has_changed))
-        finally:
-            silent.first = None
-        assert open_run(root).steps() == ["step-00000001", "step-00000002"]
-    assert len(failures) > count / 2
-    assert all("Connection reset" in text for text, _ in failures)
-    assert all("partly those of this" in text for text, has_changed in failures if has_changed)
-
-
 def test_a_flipped_bit_at_a_url_is_found(ours):
     run = Run()
     for run.step in (1, 2):
@@ -362,7 +300,9 @@ def test_key_of_a_model_that_leaves_its_folder(key, extra_key):
     assert leaves_folder(key)
 
 
-def use_url(root):
+@pytest.mark.parametrize("root", ["memory://a/../b", "memory://a/.."])
+@on_ranks(2)
+def test_url_with_parent_folders_is_an_error_on_every_rank(root):
     run = Run()
     calls = [
         lambda: run.save(root),
@@ -376,11 +316,6 @@ def use_url(root):
     for call in calls:
         with pytest.raises(CheckpointError, match=r"has a part '\.\.'"):
             call()
-
-
-@pytest.mark.parametrize("root", ["memory://a/../b", "memory://a/.."])
-def test_url_with_parent_folders_is_an_error_on_every_rank(root):
-    run_on_ranks(use_url, 2, root)
 
 
 @pytest.mark.parametrize("name", ["../other.json", "/etc/hostname", "model/../../x", ""])

@@ -1,6 +1,5 @@
 """The DDP plugin: options, compression hooks, unused parameters, buffers and `no_sync`."""
 
-import contextlib
 import os
 import tempfile
 import warnings
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
 from free_ports import free_port
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +18,7 @@ from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError, GradientError, MissingRanksError
 from booster_ddp import TorchDDPPlugin
 from booster_ddp.plugin import check_sync_batchnorm
-from booster_testing import RankError, expect_on_ranks, run_on_ranks
+from booster_testing import RankError, run_on_ranks
 from booster_testing.compare import EXACT, Tolerance, assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMixedBag, TinyMLP
 
@@ -104,23 +104,20 @@ def test_reduce_dtype_that_contradicts_comm_hook_raises():
         Booster("cpu", policy, TorchDDPPlugin(comm_hook="fp16_compress"))
 
 
-def options_reach_ddp():
+@on_ranks(2)
+def test_options_reach_ddp():
     _booster, model, _optimizer = boost(
         TinyMLP(), gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=3, find_unused_parameters=True
     )
     ddp = model.ddp
     assert isinstance(ddp, DistributedDataParallel)
-    return (
+    assert (
         ddp.gradient_as_bucket_view,
         ddp.broadcast_buffers,
         ddp.bucket_bytes_cap,
         ddp.find_unused_parameters,
         ddp.static_graph,
-    )
-
-
-def test_options_reach_ddp():
-    assert run_on_ranks(options_reach_ddp, 2) == [(True, False, 3 * 2**20, True, False)] * 2
+    ) == (True, False, 3 * 2**20, True, False)
 
 
 def first_step_decides(unused_on):
@@ -147,29 +144,8 @@ def test_first_step_detects_that_all_parameters_are_used():
     assert torch.equal(results[0][1], results[1][1])
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x, both):
-        return self.a(x) + (self.b(x) if both else 0)
-
-
-def both_on_even_ranks(number, replica):
-    return rows(number, replica), replica % 2 == 0
-
-
-def searches(_booster, model, _optimizer):
-    return model.ddp.find_unused_parameters
-
-
-def test_parameter_unused_on_some_ranks_has_zero_gradient_there():
-    case = Case(build=Branches, batch=both_on_even_ranks)
-    assert assert_equals_one_process(case, Setting(TorchDDPPlugin), tell=searches) == [True, True]
-
-
-def becomes_unused_later():
+@raises_on_ranks(GradientError, "'extra.weight', 'extra.bias'.*find_unused_parameters=True", 2)
+def test_parameter_that_becomes_unused_raises_before_the_step():
     torch.manual_seed(0)
     model = TinyMLP()
     extra = nn.Linear(8, 4)
@@ -182,10 +158,6 @@ def becomes_unused_later():
         booster.backward(boosted(own, use).mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_parameter_that_becomes_unused_raises_before_the_step():
-    expect_on_ranks(GradientError, "'extra.weight', 'extra.bias'.*find_unused_parameters=True", becomes_unused_later, 2)
 
 
 def warnings_of_torch():
@@ -207,50 +179,9 @@ def test_the_search_of_the_first_step_gives_no_advice():
         assert "find_unused_parameters=True was specified" not in written
 
 
-def frozen_model():
-    model = TinyMLP().requires_grad_(requires_grad=False)
-    _, boosted, optimizer = boost(model)
-    assert optimizer is None
-    return boosted(torch.ones(1, 8)).sum().item()
-
-
-def test_frozen_model_is_boosted_without_ddp():
-    assert len(run_on_ranks(frozen_model, 2)) == 2
-
-
-def starts_from_rank_0():
-    rank = dist.get_rank()
-    model = model_of(rank)
-    boosted, *_ = Booster("cpu", None, TorchDDPPlugin(find_unused_parameters=True)).boost(model_of(rank))
-    assert isinstance(boosted.ddp, DistributedDataParallel)
-    _, boosted, _ = boost(model)
-    return {name: tensor.clone() for name, tensor in boosted.state_dict().items()}
-
-
-def model_of(rank):
-    """Return a model whose parameters and buffers are a rank's own."""
-    torch.manual_seed(rank)
-    model = TinyMLP()
-    model.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
-    for name, dtype in (("mask", torch.bool), ("phase", torch.complex64), ("count", torch.int64)):
-        model.register_buffer(name, torch.full((3,), rank, dtype=dtype))
-    model.register_buffer("empty", torch.zeros(0))
-    return model
-
-
-def test_parameters_and_buffers_are_broadcast_from_rank_0():
-    first, second = run_on_ranks(starts_from_rank_0, 2)
-    for name, tensor in first.items():
-        assert torch.equal(second[name], tensor), name
-    assert not first["mask"].any()
-
-
-def sync_batchnorm_on_a_cpu():
-    boost(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), sync_batchnorm=True)
-
-
+@raises_on_ranks(ConfigError, "does not run on CPUs. Leave the option out", 2)
 def test_sync_batchnorm_on_a_cpu_raises():
-    expect_on_ranks(ConfigError, "does not run on CPUs. Leave the option out", sync_batchnorm_on_a_cpu, 2)
+    boost(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), sync_batchnorm=True)
 
 
 class BatchNormAct(nn.BatchNorm1d):
@@ -295,36 +226,12 @@ def test_broadcast_buffers_false_keeps_buffers_rank_local(asked):
         assert_same_tensors(ours, theirs, tolerance_for(torch.float32))
 
 
-def ignoring(compiled):
+@pytest.mark.parametrize("compiled", [False, True])
+@raises_on_ranks(ConfigError, "ignore 1 of its parameters.*'first.weight'.*delete the attribute", 2)
+def test_a_model_that_keeps_parameters_out_of_ddp_is_refused(compiled):
     model = TinyMLP()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["first.weight"])
     boost(torch.compile(model, backend="eager") if compiled else model)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_that_keeps_parameters_out_of_ddp_is_refused(compiled):
-    expect_on_ranks(
-        ConfigError, "ignore 1 of its parameters.*'first.weight'.*delete the attribute", ignoring, 2, compiled
-    )
-
-
-def no_sync_communicates_once():
-    torch.manual_seed(0)
-    calls = []
-
-    def count(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        calls.append(1)
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
-
-    booster, model, optimizer = boost(TinyMLP(), comm_hook=count)
-    for micro in range(3):
-        with booster.no_sync(model) if micro < 2 else contextlib.nullcontext():
-            booster.backward(model(batch(micro)).mean(), optimizer)
-    return len(calls)
-
-
-def test_no_sync_communicates_once():
-    assert run_on_ranks(no_sync_communicates_once, 2) == [1, 1]
 
 
 def evaluated_on_rank_0(alone):

@@ -150,29 +150,6 @@ def test_broadcast_buffers_broadcasts_running_statistics(is_sent):
 # ---- parameters that are frozen temporarily
 
 
-def frozen_at_first():
-    model = TinyMLP()
-    model.second.bias.requires_grad_(requires_grad=False)
-    return model
-
-
-def momentum(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def freezes_and_unfreezes(step, model, _optimizer):
-    model.first.requires_grad_(step not in (1, 2))
-    model.second.bias.requires_grad_(step >= 2)
-
-
-@pytest.mark.parametrize(
-    "unit_classes", [[], pytest.param(["Linear"], marks=pytest.mark.slow)], ids=["one unit", "layers"]
-)
-def test_parameters_can_be_frozen_and_unfrozen(unit_classes):
-    case = Case(build=frozen_at_first, batch=rows, optimizer=momentum, before_step=freezes_and_unfreezes, steps=5)
-    assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_classes": unit_classes}))
-
-
 def frozen_unit():
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model[0].requires_grad_(False)

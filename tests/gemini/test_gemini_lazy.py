@@ -6,8 +6,6 @@ import contextlib
 
 import pytest
 import torch
-from matrix import matrix
-from torch import nn
 
 from booster_core import Booster
 from booster_core.ranks.coordinator import DistCoordinator
@@ -15,56 +13,15 @@ from booster_gemini import GeminiPlugin
 from booster_runtime.lazy import LazyInitContext, load_pretrained
 from booster_testing import run_on_ranks
 from booster_testing.memory import peak_memory
-from booster_testing.models import TinyMixedBag, tiny_llama
+from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
 
-MODELS = {
-    "mixed bag": TinyMixedBag,
-    "tied llama": lambda: tiny_llama(tie_word_embeddings=True),
-    "batch norm": lambda: nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(5, 3)),
-    "half": lambda: tiny_llama().bfloat16(),
-}
 PLACES = {
     "here": {},
     "whole": {"partition": "parameter"},
     "disk": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
     "auto": {"placement_policy": "auto", "memory_budget_bytes": 120_000},
 }
-
-
-def values_and_first_step(name, lazily, precision, options):
-    """Return the whole model right after `boost` and after one step."""
-    torch.manual_seed(3)
-    with LazyInitContext() if lazily else contextlib.nullcontext():
-        model = MODELS[name]()
-    booster = Booster("cpu", precision, GeminiPlugin(min_chunk_bytes=256, **options))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained, lr=0.01))
-    before = whole_model(booster, model)
-    buffers = {key: buffer.clone() for key, buffer in model.unwrap().named_buffers()}
-    generator = torch.Generator().manual_seed(0)
-    if name == "batch norm":
-        output = model(torch.randn(4, 3, 3, 3, generator=generator))
-    else:
-        output = model(torch.randint(16, (2, 6), generator=generator))
-    logits = output if isinstance(output, torch.Tensor) else output.logits
-    booster.backward(logits.float().square().mean(), optimizer)
-    optimizer.step()
-    after = whole_model(booster, model)
-    return before, buffers, after
-
-
-@matrix(["mixed bag-None-here"], name=MODELS, precision=[None, "bf16"], place=PLACES)
-def test_a_lazy_model_has_the_values_of_an_eager_one_and_trains_alike(name, precision, place, tmp_path):
-    options = dict(PLACES[place])
-    if place in ("disk", "auto"):
-        options["offload_dir"] = str(tmp_path)
-    lazy = run_on_ranks(values_and_first_step, 2, name, True, precision, options)
-    eager = run_on_ranks(values_and_first_step, 2, name, False, precision, options)
-    for ours, theirs in zip(lazy, eager, strict=True):
-        for got, expected in zip(ours, theirs, strict=True):
-            assert got.keys() == expected.keys()
-            assert [key for key in expected if not torch.equal(got[key], expected[key])] == []
 
 
 def adapters_on_a_base(lazily):

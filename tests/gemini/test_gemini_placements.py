@@ -10,7 +10,6 @@ from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 MODEL = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "num_hidden_layers": 3}
-HALVES = {"offload_param_frac": 0.5, "offload_optim_frac": 0.5}
 
 
 def train(precision, options, steps=4, min_chunk_bytes=40_000):
@@ -55,32 +54,3 @@ def test_chunks_are_as_small_as_a_small_budget_asks(tmp_path):
     for seen, _, peak in run_on_ranks(train, 2, "bf16", options, min_chunk_bytes=16 * 2**20):
         assert seen[-1][0] < seen[0][0]
         assert peak <= budget
-
-
-def trained_by_closure(options):
-    """Return whole parameters, and whether steps have changed them."""
-    booster = Booster("cpu", None, GeminiPlugin(min_chunk_bytes=40_000, max_norm=0.5, **options))
-    torch.manual_seed(0)
-    net = tiny_llama(**MODEL)
-    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
-    before = model.state_dict()
-    for step in range(3):
-        tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-
-        def closure(tokens=tokens):
-            optimizer.zero_grad()
-            loss = model(input_ids=tokens, labels=tokens).loss
-            booster.backward(loss, optimizer)
-            return loss
-
-        optimizer.step(closure)
-    state = model.state_dict()
-    return state, all(not torch.equal(state[name], tensor) for name, tensor in before.items())
-
-
-def test_a_closure_trains_the_same_wherever_state_is(tmp_path):
-    still = run_on_ranks(trained_by_closure, 2, {})
-    moved = run_on_ranks(trained_by_closure, 2, {**HALVES, "offload_dir": str(tmp_path)})
-    for (state, has_changed), (expected, _) in zip(moved, still, strict=True):
-        assert has_changed
-        assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from compiler_warnings import ignore_compiler_warnings
 from family_models import batch_of, build
-from matrix import matrix, named
+from matrix import matrix
 from ranked import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -92,28 +91,6 @@ def refused(make, loader):
     return found
 
 
-def refused_plain(kinds):
-    return refused(lambda: plain(*kinds), loader_of(16))
-
-
-@pytest.mark.parametrize(
-    ("kinds", "reason"),
-    [
-        (("own scores",), "does not call its attention through"),
-        (("torch's", "own scores"), "changes what Model computes"),
-    ],
-)
-def test_plain_layers_that_can_not_be_split_are_refused(kinds, reason):
-    for found in run_on_ranks(refused_plain, 2, kinds):
-        assert all(reason in each for each in found), found
-
-
-def refused_family(name):
-    batch = batch_of(name)
-    rows = [{key: value[row] for key, value in batch.items()} for row in range(4)]
-    return refused(lambda: build(name), DataLoader(rows, batch_size=4))
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -124,9 +101,12 @@ def refused_family(name):
         ("xlm", "does not call its attention through"),
     ],
 )
+@on_ranks(2)
 def test_families_that_can_not_be_split_are_refused(name, reason):
-    for found in run_on_ranks(refused_family, 2, name):
-        assert all(re.search(reason, each) for each in found), found
+    batch = batch_of(name)
+    rows = [{key: value[row] for key, value in batch.items()} for row in range(4)]
+    found = refused(lambda: build(name), DataLoader(rows, batch_size=4))
+    assert all(re.search(reason, each) for each in found), found
 
 
 def lazy(kind):
@@ -197,36 +177,14 @@ def test_a_batch_that_shows_little_is_no_reason(mode):
         boosted(plain("torch's"), mode, DataLoader(Failing()))
 
 
-def compiled(mode):
+@on_ranks(2, timeout_seconds=180.0)
+def test_compiled_layers_are_checked_as_they_are_written():
     ignore_compiler_warnings()
     model = plain("own scores")
     for layer in model.blocks:
         layer.compile(backend="eager")
     with pytest.raises(ConfigError, match="does not call its attention through"):
-        boosted(model, mode, loader_of(16))
-
-
-def test_compiled_layers_are_checked_as_they_are_written():
-    run_on_ranks(compiled, 2, "ring_attn", timeout_seconds=180.0)
-
-
-class Shifted(LlamaDecoderLayer):
-    """Mixes each position with the one before, as RWKV does."""
-
-    def forward(self, hidden_states, *args, **kwargs):
-        shifted = nn.functional.pad(hidden_states, (0, 0, 1, -1))
-        return super().forward(hidden_states + 0.5 * shifted, *args, **kwargs)
-
-
-def shifted(mode, loader):
-    model = tiny_llama(num_hidden_layers=2)
-    model.model.layers[1].__class__ = Shifted
-    boosted(model, mode, loader)
-
-
-@matrix(1, loader=named([None, loader_of(16)], ["dummy", "loader"]), mode=MODES)
-def test_a_layer_that_shifts_tokens_is_refused_whatever_its_family_is_called(mode, loader):
-    expect_on_ranks(ConfigError, f"{mode}.* changes what LlamaForCausalLM computes", shifted, 2, mode, loader)
+        boosted(model, "ring_attn", loader_of(16))
 
 
 def unreadable(unchecked):

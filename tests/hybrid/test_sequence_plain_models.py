@@ -39,7 +39,7 @@ class Layer(nn.Module):
         self.out, self.mlp = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.dropout = nn.Dropout(0.0)
 
-    def attend(self, hidden, angles, scale, mask):
+    def attend(self, hidden, angles, scale):
         batch, length, _ = hidden.shape
         parts = self.qkv(self.norm(hidden)).view(batch, length, 2 * HEADS, -1).transpose(1, 2)
         query, key, value = parts.split([HEADS, HEADS // 2, HEADS // 2], 1)
@@ -51,32 +51,18 @@ class Layer(nn.Module):
             scores = (query @ key.repeat_interleave(2, 1).transpose(-1, -2)).softmax(-1)
             found = scores @ value.repeat_interleave(2, 1)
         else:
-            found = nn.functional.scaled_dot_product_attention(
-                query, key, value, mask, is_causal=mask is None, enable_gqa=True
-            )
+            found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return found.transpose(1, 2).flatten(2) * scale
 
-    def forward(self, hidden, angles, scale, mask=None):
+    def forward(self, hidden, angles, scale):
         if self.kind == "checkpoints a function":
-            found = checkpoint(self.attend, hidden, angles, scale, mask, use_reentrant=False)
+            found = checkpoint(self.attend, hidden, angles, scale, use_reentrant=False)
         else:
-            found = self.attend(hidden, angles, scale, mask)
+            found = self.attend(hidden, angles, scale)
         hidden = hidden + self.dropout(self.out(found))
         if self.kind == "sums positions":
             hidden = hidden.cumsum(1)
         return hidden + nn.functional.gelu(self.mlp(hidden))
-
-
-def mask_of(kind, samples, length):
-    """Return a mask, or a bias, in one of the forms that torch's attention takes."""
-    distances = (torch.arange(length)[None] - torch.arange(length)[:, None]).abs()
-    if kind == "takes a mask":
-        return distances < 7
-    if kind == "takes biases of heads":
-        return -distances * torch.tensor([1.0, 0.5, 0.25, 0.0]).view(HEADS, 1, 1)
-    if kind == "takes a mask of keys":
-        return (torch.arange(length) % 5 < torch.arange(4, 4 + samples)[:, None] % 4 + 1).view(samples, 1, 1, length)
-    return None
 
 
 class Model(nn.Module):
@@ -91,9 +77,8 @@ class Model(nn.Module):
         hidden = self.embedding(tokens) + self.positions(positions)
         angles = positions[:, None] / torch.tensor([1.0, 7.0])[: HIDDEN // 2 // HEADS][None]
         scale = torch.linspace(0.5, 1.5, HIDDEN).expand(len(tokens), 1, HIDDEN)
-        mask = mask_of(self.blocks[0].kind, *tokens.shape)
         for block in self.blocks:
-            hidden = block(hidden, angles, scale, mask=mask)
+            hidden = block(hidden, angles, scale)
         return self.head(hidden)
 
 
@@ -139,7 +124,7 @@ def checkpoint_layers(step, model, _optimizer):
 @matrix(["ring_attn"], mode=["all_to_all", "ring_attn"])
 def test_layers_that_call_torch_attention_train_as_on_one_process(mode):
     setting = setting_of(mode)
-    for kind in ("takes none", "takes angles", "takes a mask", "takes biases of heads", "takes a mask of keys"):
+    for kind in ("takes none", "takes angles"):  # test_sequence_masks.py has masks
         assert_equals_one_process(case_of(kind, steps=len(SIZES)), setting)
     assert_equals_one_process(case_of("takes angles", steps=len(SIZES), before_step=checkpoint_layers), setting)
 

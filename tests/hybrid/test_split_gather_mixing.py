@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, train_boosted
+from ranked import raises_on_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -55,33 +56,12 @@ class OwnAttention(Layer):
         return functional.scaled_dot_product_attention(states, states, states)
 
 
-class OwnSum(OwnAttention):
-    """Sums up what comes before a position in the layer's own forward."""
-
-    def mixed(self, x):
-        return self.part(x).cumsum(1)
-
-
-class OwnMean(OwnAttention):
-    """Takes the mean over the sequence off in the layer's own forward."""
-
-    def mixed(self, x):
-        return self.part(x - x.mean(1, keepdim=True))
-
-
 class MixingFeed(Feed):
     """A block that mixes positions in its own forward, around and between its split layers."""
 
     def forward(self, x):
         hidden = functional.gelu(self.up(x - x.mean(1, keepdim=True)))
         return self.down(hidden + hidden.cumsum(1)) * torch.arange(x.shape[1]).view(-1, 1)
-
-
-class MixingAfter(Feed):
-    """A block that mixes positions of what its last layer returns."""
-
-    def forward(self, x):
-        return super().forward(x).cumsum(1)
 
 
 class OwnBlock(Layer):
@@ -118,12 +98,6 @@ class BlockAround(Layer):
     def __init__(self):
         super().__init__()
         self.mlp = MixingFeed()
-
-
-class BlockAfter(Layer):
-    def __init__(self):
-        super().__init__()
-        self.mlp = MixingAfter()
 
 
 class AttendingBlock(Layer):
@@ -206,19 +180,16 @@ def case_of(kind):
     return Case(build=partial(Model, kind), batch=states, steps=2, no_effect=no_effect)
 
 
-def train_unchecked(kind):
-    """What a layer returns is looked at in each forward, also where the layer could not be checked."""
-    with mock.patch("booster_hybrid.boosting.check_policy", return_value=CheckedPolicy({})):
-        train_boosted(case_of(kind), SETTING)
-
-
-@pytest.mark.parametrize("kind", [OwnAttention, OwnSum, OwnMean, BlockAround, BlockAfter, UnsplitConvolution])
+@pytest.mark.parametrize("kind", [OwnAttention, BlockAround, UnsplitConvolution])
 def test_layers_that_mix_positions_are_refused_at_boost(kind):
     expect_on_ranks(ConfigError, r"'split_gather'.*layer 'layers\.0'", train_boosted, 2, case_of(kind), SETTING)
 
 
+@raises_on_ranks(ConfigError, "layer of class `InDict` returns a `dict`", 2)
 def test_layers_that_return_containers_are_refused():
-    expect_on_ranks(ConfigError, "layer of class `InDict` returns a `dict`", train_unchecked, 2, InDict)
+    """What a layer returns is looked at in each forward, also where the layer could not be checked."""
+    with mock.patch("booster_hybrid.boosting.check_policy", return_value=CheckedPolicy({})):
+        train_boosted(case_of(InDict), SETTING)
 
 
 @pytest.mark.parametrize("kind", [Layer, OwnBlock, WritingBlock, AttendingBlock, Unsplit])

@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import nn
 
@@ -10,7 +9,7 @@ from booster_core import Boosted, Booster, Plugin
 from booster_core.plugin import ModelWrapper, OptimizerWrapper
 from booster_core.state.shard import TensorShard, full_box
 from booster_runtime import LazyInitContext
-from booster_runtime.lazy import is_lazy, take_recording
+from booster_runtime.lazy import take_recording
 from booster_runtime.lazy.log import Entry
 from booster_runtime.lazy.replay import Replay
 from booster_runtime.single import SingleDeviceStrategy
@@ -23,40 +22,6 @@ def build(lazy: bool, model_class: type[nn.Module] = TinyMLP) -> nn.Module:
         return model_class()
     with LazyInitContext():
         return model_class()
-
-
-def losses(lazy: bool, make_optimizer: Any, **changes: Any) -> list[float]:
-    model = build(lazy)
-    optimizer = make_optimizer(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    booster = Booster(**changes)
-    boosted, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
-    assert not is_lazy(model)
-    found = []
-    torch.manual_seed(6)
-    for _ in range(4):
-        loss = boosted(torch.randn(4, 8)).square().mean()
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
-
-
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    ],
-)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_lazy_model_trains_as_an_eager_one(make_optimizer, precision) -> None:
-    assert losses(True, make_optimizer, mixed_precision=precision) == losses(
-        False, make_optimizer, mixed_precision=precision
-    )
 
 
 class SlicingPlugin(SingleDeviceStrategy):

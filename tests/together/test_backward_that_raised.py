@@ -131,15 +131,3 @@ def test_gradients_after_a_backward_that_raised_equal_one_process(plugin, direct
             found = {f"{case}, {warm}: {name}": gradient for name, gradient in gradients.items()}
             told = {f"{case}, {warm}: {name}": gradient for name, gradient in expected(ROUNDS[case], 2).items()}
             assert_same_tensors(found, told, CLOSE)
-
-
-@matrix(
-    ["zero 2-booster.backward"],
-    plugin=list(PLUGINS),
-    direct=named([True, False], ["loss.backward", "booster.backward"]),
-)
-def test_zero_grad_after_a_backward_that_raised_begins_again(plugin, direct):
-    """ZeRO's ranks raise after they have begun to reduce different numbers of buckets."""
-    rounds = [(0, 0 if plugin == "gemini" else 1), (None, None), (None, None)]
-    for gradients in run_on_ranks(accumulated, 2, plugin, rounds, direct, True, True):
-        assert_same_tensors(gradients, expected(rounds, 2, first=1), CLOSE)

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from matrix import matrix, named
 from plugin_runs import RUNS, boosted
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 from booster_testing.models import tiny_llama
 
 WHOLE = {"ddp": 2, "zero": 2}
@@ -48,49 +49,20 @@ def evaluated(model, x):
         return model(x).clone()
 
 
-def copied(plugin, precision, inside):
-    """Return what a copy and the model compute, before and after the model has gone on training."""
-    booster, model, optimizer = boost(plugin, precision)
+@pytest.mark.parametrize("plugin", [*WHOLE, "hybrid"])
+@on_ranks(2)
+def test_a_copy_of_the_own_model_computes_what_that_did(plugin):
+    booster, model, optimizer = boost(plugin, None)
     step(booster, model, optimizer, 0)
     x = torch.ones(2, 6)
     before = evaluated(model, x)  # first: DDP gives each rank the buffers of rank 0 in its next forward
-    twin = copy.deepcopy(model.unwrap() if inside else model)
+    twin = copy.deepcopy(model.unwrap() if True else model)
     assert torch.equal(evaluated(twin, x), before)
     model.train()
     step(booster, model, optimizer, 1)
     assert torch.equal(evaluated(twin, x), before)
     assert not torch.equal(evaluated(model, x), before)
     assert [name for name, _ in twin.named_parameters()] == [name for name, _ in make().named_parameters()]
-
-
-@matrix(["ddp-bf16"], plugin=list(WHOLE), precision=[None, "bf16"])
-def test_a_copy_computes_what_the_model_did(plugin, precision):
-    run_on_ranks(copied, WHOLE[plugin], plugin, precision, False)
-
-
-@pytest.mark.parametrize("plugin", [*WHOLE, "hybrid"])
-def test_a_copy_of_the_own_model_computes_what_that_did(plugin):
-    run_on_ranks(copied, 2, plugin, None, True)
-
-
-def averaged(plugin):
-    """Average as torch's tutorials do, next to the average of what the model holds."""
-    booster, model, optimizer = boost(plugin)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    expected = None
-    for seed in range(3):
-        step(booster, model, optimizer, seed)
-        average.update_parameters(model)
-        now = {name: p.detach().clone() for name, p in model.named_parameters()}
-        expected = now if expected is None else {name: 0.5 * expected[name] + 0.5 * now[name] for name in now}
-    twin = make()
-    twin.load_state_dict({**model.state_dict(), **expected})
-    torch.testing.assert_close(evaluated(average.module, torch.ones(2, 6)), evaluated(twin, torch.ones(2, 6)))
-
-
-@pytest.mark.parametrize("plugin", list(WHOLE))
-def test_averages_of_copies_are_right(plugin):
-    run_on_ranks(averaged, WHOLE[plugin], plugin)
 
 
 def make_copy(plugin, inside, how):
@@ -118,7 +90,10 @@ def test_a_copy_of_the_own_model_is_refused_by_fsdp():
     expect_on_ranks(AssertionError, "FSDP does not support deepcopy", make_copy, 2, "fsdp", True, copy.deepcopy)
 
 
-def saved_by_torch(plugin, precision):
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("plugin", [None, *WHOLE])
+@on_ranks(lambda plugin: WHOLE.get(plugin, 1))
+def test_a_pickle_computes_what_the_model_did(plugin, precision):
     """Compare what a pickle, which rank 0 makes alone, and the model compute."""
     booster, model, optimizer = boost(plugin, precision)
     step(booster, model, optimizer, 0)
@@ -140,20 +115,14 @@ def saved_by_torch(plugin, precision):
         assert all(parameter.grad is not None for parameter in twin.parameters())
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("plugin", [None, *WHOLE])
-def test_a_pickle_computes_what_the_model_did(plugin, precision):
-    run_on_ranks(saved_by_torch, WHOLE.get(plugin, 1), plugin, precision)
-
-
-def save_split(run):
+@pytest.mark.parametrize("run", ["fsdp", "gemini", "hybrid-dp", "zero3", "hybrid-tp", "hybrid-pp"])
+@raises_on_ranks(
+    CheckpointError,
+    r"can't be pickled, as `torch\.save\(model, path\)` does.*Call `booster\.save_model\(model, path\)` on",
+    2,
+)
+def test_a_pickle_of_a_split_model_raises_with_the_remedy(run):
     net = tiny_llama() if run in ("hybrid-tp", "hybrid-pp") else make()
     _, model, _ = boosted(RUNS[run], net)
     with tempfile.TemporaryDirectory() as folder:
         torch.save(model, Path(folder) / "model.pt")
-
-
-@pytest.mark.parametrize("run", ["fsdp", "gemini", "hybrid-dp", "zero3", "hybrid-tp", "hybrid-pp"])
-def test_a_pickle_of_a_split_model_raises_with_the_remedy(run):
-    match = r"can't be pickled, as `torch\.save\(model, path\)` does.*Call `booster\.save_model\(model, path\)` on"
-    expect_on_ranks(CheckpointError, match, save_split, 2, run)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting, assert_equals_one_process
+from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_fsdp import TorchFSDPPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
@@ -84,34 +83,9 @@ def test_derivatives_in_a_loss_train_as_in_one_process(plugin, name):
         run_on_ranks(train, 2, plugin, name)
 
 
-class Forces(nn.Module):
-    """Energies, and their gradients by the positions, as forces in a model of atoms."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, positions):
-        with torch.enable_grad():
-            positions.requires_grad_()
-            energy = positions
-            for layer in self.layers:
-                energy = energy + layer(energy).tanh()
-            (forces,) = torch.autograd.grad(energy.sum(), positions, create_graph=self.training)
-        return torch.cat([energy, forces], dim=1)
-
-
-def positions_of(number, replica):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + replica))
-
-
-@pytest.mark.parametrize("options", [{}, {"unit_min_numel": 1}, {"unit_min_numel": 1, "replica_size": 2}])
-def test_derivatives_inside_of_forward_train_as_in_one_process(options):
-    case = Case(build=Forces, batch=positions_of, micro_batches=2)
-    assert_equals_one_process(case, Setting(TorchFSDPPlugin, options))
-
-
-def call_with_other_values():
+@raises_on_ranks(ConfigError, REPLACED, 2)
+def test_other_values_in_place_of_sharded_parameters_are_refused():
+    """In the first step they are, too: above."""
     model = build()
     booster = Booster("cpu", plugin="fsdp")
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -120,8 +94,3 @@ def call_with_other_values():
     optimizer.zero_grad()
     values = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
     torch.func.functional_call(model, values, (torch.ones(2, 8),))
-
-
-def test_other_values_in_place_of_sharded_parameters_are_refused():
-    """In the first step they are, too: above."""
-    expect_on_ranks(ConfigError, REPLACED, call_with_other_values, 2)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from gathering_plugin import GatheringPlugin
 from matrix import matrix
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.testing import assert_close
 
@@ -122,15 +123,11 @@ class Renormalizing(nn.Linear):
         return super().forward(x)
 
 
-def change_in_forward():
+@raises_on_ranks(ConfigError, "'2.weight' was changed in place", 2)
+def test_a_change_in_forward_is_refused_where_it_happens():
     model = layers()
     model[2] = Renormalizing(WIDTH, WIDTH)
     step(*boost(model))
-
-
-def test_a_change_in_forward_is_refused_where_it_happens():
-    match = "'2.weight' was changed in place"
-    expect_on_ranks(ConfigError, match, change_in_forward, 2)
 
 
 class OwnCopy(nn.Linear):
@@ -166,7 +163,8 @@ def test_a_frozen_parameter_may_have_other_memory_with_its_values():
 # ---- what hooks can't serve
 
 
-def boost_scripted():
+@raises_on_ranks(ConfigError, "Module '2' is scripted, so its parameters can't be gathered", 2)
+def test_a_scripted_module_is_refused_by_name():
     model = layers()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # scripting is deprecated
@@ -174,38 +172,18 @@ def boost_scripted():
     boost(model)
 
 
-def test_a_scripted_module_is_refused_by_name():
-    expect_on_ranks(ConfigError, "Module '2' is scripted, so its parameters can't be gathered", boost_scripted, 2)
-
-
-def copy_it():
-    _, model, _ = boost(layers())
-    copy.deepcopy(model.unwrap())
-
-
-def test_a_copy_of_the_users_model_is_refused_where_it_is_made():
-    expect_on_ranks(ConfigError, r"'0.weight' is kept in shards .* copy the model inside of such a block", copy_it, 2)
-
-
-def run_a_copy():
+@on_ranks(2)
+def test_a_copy_of_whole_parameters_is_a_plain_model():
     _, model, _ = boost(layers())
     with model.whole_parameters():
         copied = copy.deepcopy(model.unwrap())
     assert torch.equal(copied(torch.ones(1, WIDTH)), layers()(torch.ones(1, WIDTH)))
 
 
-def test_a_copy_of_whole_parameters_is_a_plain_model():
-    run_on_ranks(run_a_copy, 2)
-
-
-def ask_the_users_model():
+@raises_on_ranks(ConfigError, "'0.weight' is kept in shards .* `detach` finds no values", 2)
+def test_the_users_own_model_has_no_state_to_give():
     _, model, _ = boost(layers())
     model.unwrap().state_dict()
-
-
-def test_the_users_own_model_has_no_state_to_give():
-    match = "'0.weight' is kept in shards .* `detach` finds no values"
-    expect_on_ranks(ConfigError, match, ask_the_users_model, 2)
 
 
 # ---- ranks that differ

@@ -10,39 +10,18 @@ import torch
 from cases import Case, Setting, assert_equals_one_process
 from gathering_plugin import GatheringPlugin
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero.engine import Bucket
 
 CLOSE = tolerance_for(torch.float32)
 WIDTH = 12
-
-
-class Chain(torch.autograd.Function):
-    """Multiplies by one matrix after another; backward takes all of them from what was saved."""
-
-    @staticmethod
-    def forward(ctx, x, *weights):
-        inputs = [x]
-        for weight in weights:
-            inputs.append(inputs[-1] @ weight.t())
-        ctx.save_for_backward(*inputs[:-1], *weights)
-        return inputs[-1]
-
-    @staticmethod
-    def backward(ctx, grad):
-        half = len(ctx.saved_tensors) // 2
-        inputs, weights = ctx.saved_tensors[:half], ctx.saved_tensors[half:]
-        grads = []
-        for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
-            grads.append(grad.t() @ x)
-            grad = grad @ weight
-        return grad, *reversed(grads)
 
 
 class Layers(nn.Module):
@@ -66,47 +45,11 @@ class OfOthers(Layers):
         return torch.einsum("ni,oi->no", x, torch.stack([fourth.weight, fourth.weight]).mean(0)) * self.gain
 
 
-class InOneCustomFunction(nn.Module):
-    """Passes parameters of several chunks to one function, which saves them after it has used the last."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-
-    def forward(self, x):
-        return torch.tanh(Chain.apply(torch.tanh(x), *[layer.weight for layer in self.layers]))
-
-
 class Repeated(Layers):
     def forward(self, x):
         for layer in [*self.layers, *self.layers, *self.layers]:
             x = torch.tanh(layer(x))
         return x * self.gain
-
-
-class Attention(nn.Module):
-    """Reads the weight of a child that it never calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 3)
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 3, 24, dropout=0.0)
-
-    def forward(self, x):
-        x = torch.stack([x, x.flip(1), 2 * x])
-        return self.layer(self.attention(x, x, x)[0]).mean(0)
-
-
-class Recurrent(nn.Module):
-    """Has weights that torch lists in one call."""
-
-    def __init__(self):
-        super().__init__()
-        self.cells = nn.LSTM(WIDTH, WIDTH, num_layers=2)
-        self.weighed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x):
-        return self.weighed(self.cells(torch.stack([x, x.flip(1), 2 * x]))[0].mean(0))
 
 
 class Checkpointed(Layers):
@@ -166,10 +109,7 @@ class Sparse(Layers):
 
 MODELS = {
     "of others": OfOthers,
-    "one custom function": InOneCustomFunction,
     "repeated": Repeated,
-    "attention": Attention,
-    "recurrent": Recurrent,
     "checkpointed": lambda: Checkpointed(reentrant=False),
     "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
     "in other formats": InOtherFormats,
@@ -203,7 +143,7 @@ def gathered(_booster, model, _optimizer):
 
 
 @matrix(
-    ["one custom function", "repeated", "attention", "checkpointed, reentrant", "in other formats", "sparse"],
+    ["repeated", "checkpointed, reentrant", "in other formats", "sparse"],
     name=list(MODELS),
 )
 def test_gradients_equal_one_process(name):
@@ -213,52 +153,22 @@ def test_gradients_equal_one_process(name):
         assert sum(chunks) <= 1
 
 
-def backward_after_the_step():
-    _, model, optimizer = boost(make("repeated"))
-    loss = model(batch(0, 1)).square().mean()
-    optimizer.backward(loss, retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="as it was in forward, but it has been changed in place"):
-        optimizer.backward(loss)
-
-
-def test_a_graph_from_before_the_step_is_refused():
-    run_on_ranks(backward_after_the_step, 2)
-
-
-def transform():
+@on_ranks(2)
+def test_inputs_are_differentiated_by_a_function_transform():
     expected, original = make("repeated"), make("repeated")
     _, model, _ = boost(original)
     found = [torch.func.grad(lambda x, net=net: net(x).square().mean())(batch(0, 1)) for net in (expected, model)]
     assert_same_tensors({"x": found[1].detach()}, {"x": found[0].detach()}, CLOSE)
 
 
-def test_inputs_are_differentiated_by_a_function_transform():
-    run_on_ranks(transform, 2)
-
-
-def read_after_own_backward(name):
+@pytest.mark.parametrize("name", ["of others", "checkpointed"])
+@on_ranks(2)
+def test_a_backward_that_the_script_calls_leaves_no_values_behind(name):
     _, model, _ = boost(make(name))
     model(batch(0, 1)).square().mean().backward()
     for parameter in model.unwrap().parameters():
         with pytest.raises(ConfigError, match="is kept in shards"):
             parameter.sum()
-
-
-@pytest.mark.parametrize("name", ["of others", "checkpointed"])
-def test_a_backward_that_the_script_calls_leaves_no_values_behind(name):
-    run_on_ranks(read_after_own_backward, 2, name)
-
-
-def give_other_memory():
-    _, model, _ = boost(make("repeated"))
-    model.unwrap().layers[0].weight.data = torch.zeros(WIDTH, WIDTH)
-
-
-def test_other_memory_of_a_parameter_is_refused():
-    expect_on_ranks(
-        ConfigError, r"'layers.0.weight' is kept in shards .* `.data = ...` finds no values", give_other_memory, 2
-    )
 
 
 def gathers_of_a_step(frac):
@@ -289,8 +199,8 @@ def test_parameters_that_are_not_sharded_are_gathered_once_a_step():
         assert all(torch.equal(tensor, results[1.0][2][name]) for name, tensor in state.items())
 
 
-def memory_between_uses():
-    """Return how many bytes of parameters are alive at most while a model runs, by its hooks, and in all."""
+@on_ranks(2)
+def test_few_chunks_are_whole_at_a_time():
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
     booster, wrapped, optimizer = boost(model, chunk_bytes=64 * 64 * 4, max_prefetch=1)
     counted = []
@@ -303,21 +213,17 @@ def memory_between_uses():
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return max(counted), len(wrapped.gatherer.layout.buckets)
-
-
-def test_few_chunks_are_whole_at_a_time():
-    for most, num_chunks in run_on_ranks(memory_between_uses, 2):
-        assert num_chunks == 12
-        assert most <= 3  # in use, kept for what comes right after, and on its way
+    most, num_chunks = max(counted), len(wrapped.gatherer.layout.buckets)
+    assert num_chunks == 12
+    assert most <= 3  # in use, kept for what comes right after, and on its way
 
 
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def forward_without_backward():
-    """Return how many bytes twenty forwards leave behind at least, whose outputs nobody runs backward from."""
+@on_ranks(2)
+def test_a_forward_without_a_backward_leaves_nothing_behind():
     _, model, _ = boost(make("repeated"))
     x = torch.randn(2**15, WIDTH)  # 1.5 MiB, and as much for each of twelve outputs that tanh saves
     resident = [resident_bytes()]
@@ -325,9 +231,5 @@ def forward_without_backward():
         for _ in range(20):
             model(x)
         resident.append(resident_bytes())
-    return min(after - before for before, after in pairwise(resident))
-
-
-def test_a_forward_without_a_backward_leaves_nothing_behind():
-    for left in run_on_ranks(forward_without_backward, 2):
-        assert left < 2 * 12 * 1.5 * 2**20, "less than two forwards keep"
+    left = min(after - before for before, after in pairwise(resident))
+    assert left < 2 * 12 * 1.5 * 2**20, "less than two forwards keep"

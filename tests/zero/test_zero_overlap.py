@@ -163,36 +163,6 @@ def test_other_options_go_with_it(options):
     same_bits(TiedHead, options)
 
 
-def albert():
-    from transformers import AlbertConfig, AlbertForPreTraining
-
-    sizes = {"embedding_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    return AlbertForPreTraining(AlbertConfig(vocab_size=50, num_hidden_layers=3, **sizes, max_position_embeddings=16))
-
-
-def albert_losses(overlaps):
-    torch.manual_seed(0)
-    net = albert()
-    plugin = LowLevelZeroPlugin(bucket_bytes=1024, overlap_allgather=overlaps)
-    booster = Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
-    losses = []
-    with hidden_until_waited_for(most_seconds=1e-3) if overlaps else contextlib.nullcontext():
-        for step in range(3):
-            torch.manual_seed(step)
-            tokens = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            loss = model(input_ids=tokens, labels=tokens, sentence_order_label=torch.tensor([0, 1])).loss
-            booster.backward(loss, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-    return losses
-
-
-def test_albert_with_its_repeated_layers_and_tied_head():
-    assert run_on_ranks(albert_losses, 2, True) == run_on_ranks(albert_losses, 2, False)
-
-
 # ---- everything that is not forward
 
 
@@ -282,22 +252,6 @@ def test_steps_in_a_row_and_accumulation():
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
         assert bool(one.isfinite().all())
-
-
-def a_stale_graph():
-    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
-    net = Base()
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    kept = model(torch.ones(2, WIDTH)).square().mean()
-    booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        booster.backward(kept, optimizer)
-    booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
-
-
-def test_a_graph_from_before_the_step_is_refused():
-    run_on_ranks(a_stale_graph, 2)
 
 
 def one_rank_reads_alone():

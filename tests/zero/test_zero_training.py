@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
 from driven_runs import assert_same_loop
 from matrix import matrix, named
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -113,7 +114,8 @@ def test_a_step_averages_over_replicas_what_the_only_backward_did_not():
     assert_same_loop(never_syncs, training("adamw", build=RIGHT_FIRST), Setting(LowLevelZeroPlugin, REPLICATED, 4))
 
 
-def repeated_with_delays():
+@on_ranks(2, timeout_seconds=120)
+def test_delays_and_overlap_do_not_change_a_bit():
     """Train again and again while messages are started and awaited at random moments."""
     chance = random.Random(dist.get_rank())
     original = collectives.reduce_scatter, collectives.all_gather
@@ -142,10 +144,6 @@ def repeated_with_delays():
         collectives.reduce_scatter, collectives.all_gather = original
 
 
-def test_delays_and_overlap_do_not_change_a_bit():
-    run_on_ranks(repeated_with_delays, 2, timeout_seconds=120)
-
-
 # ---- graphs that differ between ranks and steps
 
 
@@ -163,8 +161,8 @@ def backward(booster, model, optimizer, step=0):
     return loss
 
 
-def layout_over_steps():
-    """Return the order in which matrices are laid out in the buckets, before and after the first step."""
+@on_ranks(2)
+def test_buckets_follow_backward_after_the_first_step():
     booster, model, optimizer = boost({"bucket_bytes": 4 * 36})
     model.unwrap().left_first = False
     orders = []
@@ -174,15 +172,11 @@ def layout_over_steps():
         backward(booster, model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return orders, len(optimizer.layout.buckets)
-
-
-def test_buckets_follow_backward_after_the_first_step():
     registered = ["inner.weight", "left.weight", "right.weight", "out.weight"]
     reached = ["out.weight", "left.weight", "right.weight", "inner.weight"]
-    for orders, num_buckets in run_on_ranks(layout_over_steps, 2):
-        assert orders == [registered[::-1], reached]
-        assert num_buckets >= 4
+    num_buckets = len(optimizer.layout.buckets)
+    assert orders == [registered[::-1], reached]
+    assert num_buckets >= 4
 
 
 def expected_gradients():
@@ -207,62 +201,12 @@ def test_a_gradient_that_comes_in_parts_is_complete():
     assert_parity(training(build=partial(Net, reentrant=True)), {})
 
 
-def reentrant_later():
+@raises_on_ranks(GradientError, "was changed after it had been reduced over the ranks", 2)
+def test_a_gradient_that_comes_in_parts_unexpectedly_raises():
     booster, model, optimizer = boost()
     for _ in range(2):
         backward(booster, model, optimizer)
         model.unwrap().reentrant = True
-
-
-def test_a_gradient_that_comes_in_parts_unexpectedly_raises():
-    expect_on_ranks(GradientError, "was changed after it had been reduced over the ranks", reentrant_later, 2)
-
-
-VARIANTS = {
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "whole": {"partition": "parameter"},
-    "overlap": {"stage": 2, "overlap_allgather": True},
-}
-
-
-def freezes_and_unfreezes(step, model, _optimizer):
-    model.left.requires_grad_(step in (1, 3))
-    model.out.requires_grad_(step != 3)
-
-
-def frozen_net():
-    model = Net()
-    model.left.requires_grad_(requires_grad=False)
-    return model
-
-
-def unfreezes(step, model, _optimizer):
-    model.left.requires_grad_(step >= 2)
-
-
-def over_some(model):
-    return OPTIMIZERS["sgd"]([*model.inner.parameters(), *model.left.parameters()])
-
-
-def adds_a_group(step, model, optimizer):
-    model.zero_grad()  # also what no group holds
-    if step == 2:
-        optimizer.add_param_group({"params": list(model.out.parameters()), "lr": 0.01})
-        assert optimizer.param_groups[1]["lr"] == 0.01
-
-
-CHANGES = {
-    "frozen": {"before_step": freezes_and_unfreezes},
-    "frozen at boost": {"build": frozen_net, "before_step": unfreezes},
-    "added": {"optimizer": over_some, "before_step": adds_a_group, "max_norm": None},
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("change", CHANGES)
-def test_parameters_may_be_frozen_and_unfrozen_and_added(change, variant):
-    assert_parity(training(steps=4, micro_batches=1, **CHANGES[change]), VARIANTS[variant])
 
 
 def adds_wrong_group(which):
@@ -276,88 +220,23 @@ def test_a_group_of_strangers_or_of_what_is_held_is_refused():
     expect_on_ranks(ConfigError, "'left.weight' is in a parameter group already", adds_wrong_group, 2, "taken")
 
 
-class Odd(nn.Module):
-    """Mixed formats, an empty parameter, a scalar, a sparse embedding, a norm with statistics, and a layer left out."""
+class Optional(nn.Module):
+    """Uses a layer where it is told to, and another one never."""
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # ranks are made equal by `boost`
-        self.table = nn.Embedding(10, 4, sparse=dist.is_initialized())  # AdamW by itself takes no sparse gradients
-        self.wide = nn.Linear(4, 4, dtype=torch.float64)
-        self.norm = nn.BatchNorm1d(4)
-        self.empty = nn.Parameter(torch.empty(0, 3))
-        self.scalar = nn.Parameter(torch.tensor(0.5))
-        self.optional = nn.Linear(4, 4)
-        self.never = nn.Linear(4, 4)
+        self.used, self.optional, self.never = (nn.Linear(4, 4) for _ in range(3))
 
-    def forward(self, tokens, use_optional):
-        x = self.norm(self.table(tokens))
-        x = self.wide(x.double()).float() * self.scalar + self.empty.sum()
+    def forward(self, x, use_optional):
+        x = self.used(x)
         return self.optional(x) if use_optional else x
-
-
-def odd_tokens(number, replica):
-    """Return a batch with which the optional layer is used on the last rank only."""
-    return torch.arange(5) + number, replica == 1
-
-
-def total(outputs, _batch):
-    return outputs.square().sum()
-
-
-def decaying(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-
-
-def buffers_of(_booster, model, _optimizer):
-    return {name: buffer.clone() for name, buffer in model.unwrap().named_buffers()}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_odd_parameters_train_as_in_one_process(variant):
-    """No weight decays of what nobody used; a gradient of the optional layer is the mean of one and of nothing."""
-    case = Case(build=Odd, batch=odd_tokens, loss=total, optimizer=decaying, max_norm=None)
-    first, second = assert_parity(case, VARIANTS[variant], tell=buffers_of)
-    assert_same_tensors(first, second, EXACT)
-
-
-class Normalized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.last = nn.BatchNorm1d(4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.last(self.norm(x))
-
-
-def rows_of(step, rank):
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def statistics(plugin):
-    booster, net = Booster("cpu", plugin=plugin), Normalized()
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for number in range(3):
-        booster.backward(model(rows_of(number, dist.get_rank())).square().sum(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: buffer.clone() for name, buffer in net.named_buffers()}
-
-
-@pytest.mark.parametrize("plugin", [LowLevelZeroPlugin(), LowLevelZeroPlugin(stage=2, max_norm=1.0)])
-def test_statistics_that_forward_keeps_are_those_of_the_first_rank_everywhere(plugin):
-    alone = Normalized()
-    for number in range(3):
-        alone(rows_of(number, 0))
-    for found in run_on_ranks(statistics, 2, plugin):
-        assert_same_tensors(found, dict(alone.named_buffers()), EXACT)
 
 
 def strict_about_unused():
     booster = Booster(plugin=LowLevelZeroPlugin(unused="raise"))
-    net = Odd()
+    net = Optional()
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    booster.backward(model(torch.arange(5), dist.get_rank() == 1).sum(), optimizer)
+    booster.backward(model(torch.ones(5, 4), dist.get_rank() == 1).sum(), optimizer)
     optimizer.step()
 
 
@@ -370,7 +249,9 @@ def test_unused_parameters_can_be_forbidden():
 # ---- the manners of torch
 
 
-def clips_by_itself(closure):
+@pytest.mark.parametrize("closure", [False, True])
+@on_ranks(2)
+def test_the_plugin_clips_each_step_where_told_to(closure):
     case = training(steps=2, micro_batches=1, max_norm=0.25)
     booster, model, optimizer = boost({"max_norm": 0.25})
     for step in range(2):
@@ -385,11 +266,6 @@ def clips_by_itself(closure):
             evaluate()
             optimizer.step()
     assert_same_tensors(model.state_dict(), train_plainly(case, dist.get_world_size()).parameters, CLOSE)
-
-
-@pytest.mark.parametrize("closure", [False, True])
-def test_the_plugin_clips_each_step_where_told_to(closure):
-    run_on_ranks(clips_by_itself, 2, closure)
 
 
 def test_offload_where_there_is_no_accelerator_changes_nothing():
@@ -430,18 +306,17 @@ def test_masters_take_steps_that_bf16_would_round_away():
         assert parameters == masters == {"torch.bfloat16"}
 
 
-def narrow_wire():
+@on_ranks(2)
+def test_gradients_may_travel_in_bf16():
     booster, model, optimizer = boost({"communication_dtype": "bf16"})
     backward(booster, model, optimizer)
     assert_same_tensors(gradients_of(booster, model), expected_gradients(), tolerance_for(torch.bfloat16))
     assert any(not torch.equal(g, expected_gradients()[n]) for n, g in gradients_of(booster, model).items())
 
 
-def test_gradients_may_travel_in_bf16():
-    run_on_ranks(narrow_wire, 2)
-
-
-def written_between_steps(precision):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(2)
+def test_every_write_between_steps_is_kept(precision):
     """Write parameters through ``.data``, which raises no version, between steps of size zero."""
     booster, model, optimizer = boost({}, precision, optimizer=partial(plain_sgd, 0.0))
     parameters = [*model.unwrap().parameters()]
@@ -455,22 +330,6 @@ def written_between_steps(precision):
     backward(booster, model, optimizer, 4)
     optimizer.step()
     assert all(map(torch.equal, parameters, expected))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_write_between_steps_is_kept(precision):
-    run_on_ranks(written_between_steps, 2, precision)
-
-
-def other_memory():
-    booster, model, optimizer = boost()
-    backward(booster, model, optimizer)
-    model.unwrap().left.weight.data = torch.ones(6, 6)
-    optimizer.step()
-
-
-def test_parameters_that_left_their_bucket_are_noticed():
-    expect_on_ranks(ConfigError, "'left.weight' was given other memory after `boost`", other_memory, 2)
 
 
 def stepped_before(kind, model):

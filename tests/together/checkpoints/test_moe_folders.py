@@ -8,8 +8,6 @@ import torch
 import booster_runtime
 from booster_core import Booster, discovery
 from booster_core.state import slices_of
-from booster_runtime import LazyInitContext
-from booster_runtime.lazy import load_pretrained
 from booster_testing import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
@@ -35,22 +33,6 @@ def test_sharded_models_read_and_write_what_transformers_does(name, tmp_path):
     build(mixtral).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     run_on_ranks(boosted_folder, 2, name, str(tmp_path / "theirs"), str(tmp_path / "ours"))
     assert_same(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs"))
-
-
-def lazily(plugin, folder):
-    booster = Booster("cpu", None, plugin)
-    with LazyInitContext():
-        model = mixtral()
-    load_pretrained(model, folder)
-    model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-    booster.save_model(model, f"{folder}-again", shard=True)
-
-
-def test_a_lazy_model_reads_its_parts_of_each_expert(tmp_path):
-    model = build(mixtral)
-    model.save_pretrained(tmp_path / "m")
-    run_on_ranks(lazily, 2, "zero", str(tmp_path / "m"))
-    assert_same(tensors_in(tmp_path / "m-again"), tensors_in(tmp_path / "m"))
 
 
 def resumed(root):

@@ -1,9 +1,8 @@
-"""What a user sees of installed wheels, and of broken third-party plugins."""
+"""What a user sees of installed wheels; `core/test_discovery.py` has broken plugins of third parties."""
 
 from __future__ import annotations
 
 import resource
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -26,65 +25,6 @@ print("trained", type(booster.plugin).__name__)
 """
 
 
-def third_party_project(folder, name, distribution, *, hooks=None, body="pass"):
-    """Write a third party's project."""
-    package = distribution.replace("-", "_")
-    class_name = "StrangePlugin"
-    hooks = (
-        hooks
-        or f"""
-        from booster_core import hookimpl
-        from {package}.plugin import {class_name}
-
-        @hookimpl
-        def booster_plugins():
-            return [{class_name}]
-    """
-    )
-    plugin = f"""
-        from booster_core import Plugin
-
-        class {class_name}(Plugin):
-            name = "{name}"
-            api_version = 2
-            {body}
-
-            def configure(self, objects, context):
-                return objects
-    """
-    project = f"""
-        [build-system]
-        requires = ["hatchling"]
-        build-backend = "hatchling.build"
-        [project]
-        name = "{distribution}"
-        version = "3.1"
-        dependencies = ["booster-core"]
-        [project.entry-points."booster.plugins"]
-        {name} = "{package}.hooks"
-    """
-    files = {
-        "pyproject.toml": project,
-        f"src/{package}/__init__.py": "",
-        f"src/{package}/hooks.py": hooks,
-        f"src/{package}/plugin.py": plugin,
-    }
-    for path, text in files.items():
-        (folder / distribution / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / distribution / path).write_text(textwrap.dedent(text))
-    return folder / distribution
-
-
-@pytest.mark.slow  # test_core_alone.py trains in such an environment
-def test_core_alone_trains_on_one_device_and_names_what_to_install(build_wheel, environment_of):
-    environment = environment_of(build_wheel(ROOT / "packages" / "booster-core"))
-    assert environment.booster("plugins").stdout == "No plugin is installed. Run `pip install booster-ddp`.\n"
-    done = environment.run("-c", TRAIN.replace('plugin="ddp"', ""))
-    assert done.stdout == "trained SingleDevicePlugin\n"
-    done = environment.run("-c", TRAIN, check=False)
-    assert "PluginError: Plugin 'ddp' is in booster-ddp, which is not installed." in done.stderr
-
-
 def test_core_and_ddp_alone_train(core_and_ddp, environment_of):
     environment = environment_of(*core_and_ddp)
     assert environment.run("-c", TRAIN).stdout == "trained TorchDDPPlugin\n"
@@ -99,35 +39,6 @@ def test_import_of_a_missing_plugin_class_names_its_distribution(core_and_ddp, e
     assert done.stderr.endswith(
         "GeminiPlugin is in booster-gemini, which is not installed. Run `pip install booster-gemini`.\n"
     )
-
-
-@pytest.mark.slow  # five wheels; tests of discovery find the same errors in one process
-def test_broken_third_party_plugins_are_listed_with_their_errors(build_wheel, core_and_ddp, environment_of, tmp_path):
-    projects = [
-        third_party_project(tmp_path, "torn", "strange-syntax", hooks="def booster_plugins(:"),
-        third_party_project(tmp_path, "twin", "strange-first"),
-        third_party_project(tmp_path, "twin", "strange-second"),
-        third_party_project(tmp_path, "future", "strange-version", body="api_version = 999"),
-    ]
-    environment = environment_of(*core_and_ddp, *map(build_wheel, projects))
-    lines = environment.run(environment.bin / "booster", "plugins", "--load", check=False).stdout.splitlines()
-    rows = {line.split()[0]: line for line in lines[1:]}
-    assert len(lines) == 1 + 6
-    assert "strange-syntax" in rows["torn"]
-    assert "could not be imported: SyntaxError: " in rows["torn"]
-    assert "hooks.py, line 1)" in rows["torn"]
-    for line in lines:
-        if line.startswith("twin"):
-            assert "'twin' is used by" in line
-            assert "strange-first 3.1" in line
-            assert "strange-second 3.1" in line
-    assert "was written for version 999 of the plugin interface" in rows["future"]
-    assert rows["ddp"].split()[3] == "TorchDDPPlugin"
-    assert environment.run("-c", TRAIN).stdout == "trained TorchDDPPlugin\n"
-    without = (
-        "import sys; from booster_core.plugin import TorchDDPPlugin; print([n for n in sys.modules if 'strange' in n])"
-    )
-    assert environment.run("-c", without).stdout == "[]\n"
 
 
 def test_listing_plugins_is_fast(core_and_ddp, environment_of):
