@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from late_gathers import hidden_until_waited_for
+from ranked import on_ranks
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 
@@ -275,6 +276,19 @@ def test_one_rank_may_look_at_parameters_alone():
     first, second = run_on_ranks(one_rank_reads_alone, 2, timeout_seconds=30)
     assert len(first) == 6
     assert second == []
+
+
+@on_ranks(2)
+def test_a_graph_from_before_the_step_is_refused():
+    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
+    net = Base()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    kept = model(torch.ones(2, WIDTH)).square().mean()
+    booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        booster.backward(kept, optimizer)
+    booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
 
 
 def ends_with_gathers_underway():
