@@ -242,10 +242,10 @@ def _first_line(failure):
 
 
 def _code(file):
-    """Return what a file does, without comments and docstrings; nothing for what is no Python."""
+    """Return what a file does, without comments and docstrings; nothing for what is no Python, or not there."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
-    except SyntaxError:
+    except (SyntaxError, FileNotFoundError):
         return ""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
