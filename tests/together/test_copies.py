@@ -49,14 +49,22 @@ def evaluated(model, x):
         return model(x).clone()
 
 
-@pytest.mark.parametrize("plugin", [*WHOLE, "hybrid"])
+@pytest.mark.parametrize(
+    ("plugin", "precision", "inside"),
+    [
+        ("ddp", "bf16", False),
+        pytest.param("zero", "bf16", False, marks=pytest.mark.slow),
+        *((plugin, None, True) for plugin in (*WHOLE, "hybrid")),
+    ],
+)
 @on_ranks(2)
-def test_a_copy_of_the_own_model_computes_what_that_did(plugin):
-    booster, model, optimizer = boost(plugin, None)
+def test_a_copy_computes_what_the_model_did(plugin, precision, inside):
+    """A copy of the boosted model, or of the user's own inside."""
+    booster, model, optimizer = boost(plugin, precision)
     step(booster, model, optimizer, 0)
     x = torch.ones(2, 6)
     before = evaluated(model, x)  # first: DDP gives each rank the buffers of rank 0 in its next forward
-    twin = copy.deepcopy(model.unwrap() if True else model)
+    twin = copy.deepcopy(model.unwrap() if inside else model)
     assert torch.equal(evaluated(twin, x), before)
     model.train()
     step(booster, model, optimizer, 1)

@@ -340,6 +340,24 @@ def test_parameters_that_left_their_bucket_are_noticed():
     optimizer.step()
 
 
+def rows_of(step, rank):
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.parametrize("plugin", [LowLevelZeroPlugin(), LowLevelZeroPlugin(stage=2, max_norm=1.0)])
+@on_ranks(2)
+def test_statistics_that_forward_keeps_are_those_of_the_first_rank_everywhere(plugin):
+    net, alone = (nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)) for _ in range(2))
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for number in range(3):
+        booster.backward(model(rows_of(number, dist.get_rank())).square().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        alone(rows_of(number, 0))
+    assert_same_tensors(dict(net.named_buffers()), dict(alone.named_buffers()), EXACT)
+
+
 def stepped_before(kind, model):
     """Return an optimizer with names of the user's, and state from a step in one process."""
     optimizer = kind(list(model.named_parameters()), lr=0.01)
