@@ -68,7 +68,7 @@ def test_synchronized_backward_through_other_parameters_than_under_no_sync_raise
 
 
 def gradient_alone():
-    booster, model, optimizer = boost(Heads())
+    booster, model, optimizer = boost(Heads(), find_unused_parameters=True)
     inputs = own().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs, "l")[0].sum(), inputs, create_graph=True)
     booster.backward(gradient.square().mean(), optimizer)
