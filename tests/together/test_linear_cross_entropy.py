@@ -11,7 +11,7 @@ from plugin_runs import RUNS, runs
 from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, GradientError
+from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_runtime import (
@@ -115,7 +115,7 @@ def by_chunks(outputs, batch):
 
 def plain(loss):
     criterion = by_chunks if loss == "of criterion" else itself
-    return Case(build=partial(Plain, loss), batch=partial(batch_of, "tokens"), loss=criterion, steps=2)
+    return Case(build=partial(Plain, loss), batch=partial(batch_of, "tokens"), loss=criterion, steps=3)
 
 
 def with_policy(run):
@@ -124,7 +124,6 @@ def with_policy(run):
 
 
 HEAD_ALONE = ShardingPolicy(rules=(ModuleRule("head", Style.HEAD),))
-OUTSIDE = {"ddp": (GradientError, "no_sync")}
 
 
 @matrix(["ddp", "fsdp-layers", "zero2", "hybrid-tp-zero3"], run=SETTINGS)
@@ -133,12 +132,8 @@ def test_a_plain_model_trains_as_with_whole_logits(run):
 
 
 @matrix(1, run=SETTINGS)
-def test_a_criterion_may_call_the_head_or_is_refused(run):
-    case, setting = plain("of criterion"), with_policy(run)
-    if run in OUTSIDE:
-        expect_on_ranks(*OUTSIDE[run], train_boosted, setting.num_ranks, case, setting)
-        return
-    assert_trains_as(case, plain("whole"), setting)
+def test_a_criterion_may_call_the_head(run):
+    assert_trains_as(plain("of criterion"), plain("whole"), with_policy(run))
 
 
 @pytest.mark.parametrize("options", [{"pp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}])

@@ -93,8 +93,8 @@ class UnreducedGradients:
         self.named = {name: each for name, each in module.named_parameters() if name not in ignored}
         self.trained: Mapping[str, nn.Parameter] = {}
         self._tracked: list[nn.Parameter] = []
-        self._task = -1
-        self._num_used = 0
+        self._untracked = self.named
+        self._seen = [-1, 0]  # the last backward, and of how many parameters it has given the gradients
         self._exist = False
         self.begin({}, averages_at_end=False)
 
@@ -117,25 +117,23 @@ class UnreducedGradients:
         self._has_averaged = self.has_reduced = self.some_unused = self.is_cut_off = False
         self.trained = trained
         known = {id(parameter) for parameter in self._tracked}
-        own = weakref.ref(self)  # which holds the parameters
+        seen, own = self._seen, weakref.ref(self)  # which holds the parameters
 
         def notice(parameter: Tensor) -> None:
+            """Note a backward by the gradients that it gives: as short as can be."""
             del parameter
-            if (tracker := own()) is not None:
-                tracker.notice()
+            task = graph_task()
+            if task != seen[0]:
+                seen[0] = task
+                if (tracker := own()) is not None:
+                    tracker.begin_backward()
+            seen[1] += 1
 
+        self._untracked = {name: each for name, each in self._untracked.items() if name not in trained}
         for parameter in trained.values():
             if id(parameter) not in known:
                 self._tracked.append(parameter)
                 parameter.register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
-
-    def notice(self) -> None:
-        """Note a backward by the gradients that it gives: each parameter's hook calls this, as short as can be."""
-        task = graph_task()
-        if task != self._task:
-            self._task = task
-            self._begin_backward()
-        self._num_used += 1
 
     @property
     def exist(self) -> bool:
@@ -184,8 +182,7 @@ class UnreducedGradients:
         self._check_finished()
         if self.exist:
             self.average()
-        tracked = {id(parameter) for parameter in self._tracked}
-        unknown = [name for name, each in self.named.items() if id(each) not in tracked and each.grad is not None]
+        unknown = [name for name, each in self._untracked.items() if each.grad is not None]
         if unknown:
             msg = (
                 f"{len(unknown)} parameter(s) that were frozen in each forward of the boosted model have gradients, "
@@ -238,11 +235,13 @@ class UnreducedGradients:
     def can_finish(self, num_inputs: int) -> bool:
         """Return whether DDP's reducer can finish, or needn't begin, where a backward is for this many parameters."""
         self._note_reduction()
-        ddp = self._ddp
-        if ddp is None or self._reduction is Reduction.NONE or num_inputs == len(self.trained):
+        ddp, model = self._ddp, self.model
+        if ddp is None or model is None or num_inputs == len(self.trained):
             return True
-        # It begins with the first gradient; with a static graph, at the outputs.
-        return not num_inputs and not ddp.static_graph
+        # The first step takes what later ones can do.
+        is_first = self.averages_at_end and not ddp.find_unused_parameters and not model.accumulates
+        # DDP begins with the first gradient; with a static graph, at the outputs.
+        return (self._reduction is Reduction.NONE and not is_first) or not (num_inputs or ddp.static_graph)
 
     def average(self) -> None:
         """Average all gradients over the ranks.
@@ -274,7 +273,7 @@ class UnreducedGradients:
         has_begun = self._reduction in (Reduction.BEGUN, Reduction.ENDED)
         return unfinished_reduction(ddp) if ddp is not None and has_begun else None
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
         """Settle the backward before this one, and note whether DDP's reducer takes part in this one."""
         self._note_reduction()
         self._note_used()
@@ -319,14 +318,14 @@ class UnreducedGradients:
         if self._reduction in (Reduction.BEGUN, Reduction.ENDED) and self._unfinished() is None:
             self._reduction = Reduction.NONE
             self._exist = self._has_marks = False
-            self._num_used = 0
+            self._seen[1] = 0
             self.has_reduced = True
 
     def _note_used(self) -> None:
         """Note whether the last backward used only some of the parameters."""
-        if self._num_used:
-            self.some_unused |= self._num_used < len(self.trained)
-            self._num_used = 0
+        if self._seen[1]:
+            self.some_unused |= self._seen[1] < len(self.trained)
+            self._seen[1] = 0
 
 
 def average_gradients(
