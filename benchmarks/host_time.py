@@ -12,6 +12,7 @@ import argparse
 import cProfile
 import gc
 import importlib
+import os
 import pstats
 import statistics
 import sys
@@ -157,6 +158,8 @@ class Contender:
             self._use_deepspeed()
 
     def _use_deepspeed(self) -> None:
+        os.environ.setdefault("LOCAL_RANK", "0")  # which it asks for
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
 
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}

@@ -1,14 +1,16 @@
 """The DDP plugin: options, compression hooks, unused parameters, buffers and `no_sync`."""
 
-import os
-import tempfile
+import contextlib
+import gc
 import warnings
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
+from driven_runs import assert_same_loop
 from free_ports import free_port
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
@@ -18,9 +20,10 @@ from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError, GradientError, MissingRanksError
 from booster_ddp import TorchDDPPlugin
 from booster_ddp.plugin import check_sync_batchnorm
+from booster_runtime import collectives
 from booster_testing import RankError, run_on_ranks
 from booster_testing.compare import EXACT, Tolerance, assert_same_tensors, tolerance_for
-from booster_testing.models import TinyMixedBag, TinyMLP
+from booster_testing.models import TinyMLP
 
 
 def boost(model, lr=0.1, precision=None, **options):
@@ -120,28 +123,24 @@ def test_options_reach_ddp():
     ) == (True, False, 3 * 2**20, True, False)
 
 
-def first_step_decides(unused_on):
+def first_step_decides():
     torch.manual_seed(0)
-    model = TinyMixedBag(unused=False)
-    booster, boosted, optimizer = boost(model)
-    found = []
-    for _step in range(3):
-        tokens = torch.randint(16, (2, 4))
-        hidden = boosted(tokens)
-        loss = hidden.mean()
-        if dist.get_rank() in unused_on:
-            loss = boosted(tokens).detach().mean() + model.embedding.weight.sum() * 0.1
+    booster, model, optimizer = boost(TinyMLP())
+    first, found = model.ddp, []
+    for step in range(3):
+        loss = model(batch(step)).mean()
+        found.append((model.ddp is first, model.ddp.find_unused_parameters, model.ddp.require_backward_grad_sync))
         booster.backward(loss, optimizer)
-        found.append(boosted.ddp.find_unused_parameters)
+        gathered = collectives.all_gather_object({name: p.grad for name, p in model.named_parameters()})
+        for other in gathered:
+            assert_same_tensors(other, gathered[0], EXACT)
         optimizer.step()
         optimizer.zero_grad()
-    return found, torch.cat([p.detach().flatten() for p in model.parameters()])
+    return found
 
 
-def test_first_step_detects_that_all_parameters_are_used():
-    results = run_on_ranks(first_step_decides, 2, ())
-    assert [found for found, _ in results] == [[True, False, False]] * 2
-    assert torch.equal(results[0][1], results[1][1])
+def test_the_first_step_averages_at_the_end_of_backward_and_decides_that_nothing_is_searched():
+    assert run_on_ranks(first_step_decides, 2) == [[(True, False, False), (True, False, True), (True, False, True)]] * 2
 
 
 @raises_on_ranks(GradientError, "'extra.weight', 'extra.bias'.*find_unused_parameters=True", 2)
@@ -160,30 +159,6 @@ def test_parameter_that_becomes_unused_raises_before_the_step():
         optimizer.zero_grad()
 
 
-def warnings_of_torch():
-    """Return what torch's reducer writes to the standard error in two steps that use all parameters."""
-    with tempfile.TemporaryFile() as log:
-        before = os.dup(2)
-        os.dup2(log.fileno(), 2)
-        try:
-            train_boosted(replace(CASE, steps=2), Setting(TorchDDPPlugin))
-        finally:
-            os.dup2(before, 2)
-            os.close(before)
-        log.seek(0)
-        return log.read().decode()
-
-
-def test_the_search_of_the_first_step_gives_no_advice():
-    for written in run_on_ranks(warnings_of_torch, 2):
-        assert "find_unused_parameters=True was specified" not in written
-
-
-@raises_on_ranks(ConfigError, "does not run on CPUs. Leave the option out", 2)
-def test_sync_batchnorm_on_a_cpu_raises():
-    boost(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), sync_batchnorm=True)
-
-
 class BatchNormAct(nn.BatchNorm1d):
     """BatchNorm that applies an activation, as timm's ``BatchNormAct2d``."""
 
@@ -192,12 +167,9 @@ class BatchNormAct(nn.BatchNorm1d):
 
 
 def test_sync_batchnorm_refuses_what_torch_would_not_replace():
-    device = torch.device("cuda")
     with pytest.raises(ConfigError, match=r"drop the forward of 1 .*'1' \(BatchNormAct\)"):
-        check_sync_batchnorm(nn.Sequential(nn.Linear(8, 8), BatchNormAct(8)), device)
-    with pytest.raises(ConfigError, match="the model is a `BatchNorm1d` itself"):
-        check_sync_batchnorm(nn.BatchNorm1d(8), device)
-    check_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8), nn.SyncBatchNorm(8)), device)
+        check_sync_batchnorm(nn.Sequential(nn.Linear(8, 8), BatchNormAct(8)))
+    check_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8), nn.SyncBatchNorm(8)))
 
 
 def keeps_buffers_apart(by_hand, **options):
@@ -226,12 +198,38 @@ def test_broadcast_buffers_false_keeps_buffers_rank_local(asked):
         assert_same_tensors(ours, theirs, tolerance_for(torch.float32))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@raises_on_ranks(ConfigError, "ignore 1 of its parameters.*'first.weight'.*delete the attribute", 2)
-def test_a_model_that_keeps_parameters_out_of_ddp_is_refused(compiled):
+@on_ranks(2)
+def test_each_rank_keeps_what_the_model_asks_ddp_to_ignore():
+    torch.manual_seed(dist.get_rank())
     model = TinyMLP()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["first.weight"])
-    boost(torch.compile(model, backend="eager") if compiled else model)
+    booster, model, optimizer = boost(model)
+    for step in range(3):
+        booster.backward(model(batch(step)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    first, second = collectives.all_gather_object(parameters)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == ["first.weight"]
+
+
+def no_sync_communicates_once():
+    torch.manual_seed(0)
+    calls = []
+
+    def count(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        calls.append(1)
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+    booster, model, optimizer = boost(TinyMLP(), comm_hook=count, find_unused_parameters=False)
+    for micro in range(3):
+        with booster.no_sync(model) if micro < 2 else contextlib.nullcontext():
+            booster.backward(model(batch(micro)).mean(), optimizer)
+    return len(calls)
+
+
+def test_no_sync_communicates_once():
+    assert run_on_ranks(no_sync_communicates_once, 2) == [1, 1]
 
 
 def evaluated_on_rank_0(alone):
@@ -314,3 +312,41 @@ def test_ranks_that_freeze_other_parameters_end_long_before_the_time_limit(scrip
     assert done.codes == [1, 1], done.output
     assert "rank 1 waits in `forward with other trained parameters than before` #1" in done.output
     assert "rank 0 waits in `" in done.output
+
+
+def left_after_del(search, num_steps):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    booster, model, optimizer = boost(module, find_unused_parameters=search)
+    for step in range(num_steps):
+        booster.backward(model(batch(step)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = [module, *module.parameters(), model, model.ddp, model.gradients, optimizer, optimizer.unwrap()]
+    held = [weakref.ref(each) for each in kept]
+    gc.collect()
+    gc.disable()  # `del` is enough
+    try:
+        del booster, model, module, optimizer, kept
+        return [type(ref()).__name__ for ref in held if ref() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("search", [None, True, False])
+def test_all_is_freed_with_the_last_reference(search, num_steps):
+    assert run_on_ranks(left_after_del, 2, search, num_steps) == [[]] * 2
+
+
+def optimizer_alone(run):
+    """Keep the script's own model and the optimizer, and let go of what `boost` returned for the model."""
+    run.model = None
+    for step in range(3):
+        run.mean(step, lambda x, _: run.net.first(x).square().mean()).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def test_gradients_are_averaged_where_only_the_optimizer_is_kept():
+    assert_same_loop(optimizer_alone, CASE, Setting(TorchDDPPlugin), own=True)

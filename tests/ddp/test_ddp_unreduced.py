@@ -67,7 +67,7 @@ def test_synchronized_backward_through_other_parameters_than_under_no_sync_raise
     GradientError, r"not in this backward.*'left\.bias'.*\. Run every forward and backward of the step under", 2
 )
 def test_the_search_is_not_advised_where_it_has_found_what_the_loss_leaves_out():
-    booster, model, optimizer = boost(Heads())
+    booster, model, optimizer = boost(Heads(), find_unused_parameters=True)
     inputs = own().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs, "l")[0].sum(), inputs, create_graph=True)
     booster.backward(gradient.square().mean(), optimizer)

@@ -12,7 +12,7 @@ from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, GradientError
+from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_runtime import (
@@ -116,7 +116,7 @@ def by_chunks(outputs, batch):
 
 def plain(loss):
     criterion = by_chunks if loss == "of criterion" else itself
-    return Case(build=partial(Plain, loss), batch=partial(batch_of, "tokens"), loss=criterion, steps=2)
+    return Case(build=partial(Plain, loss), batch=partial(batch_of, "tokens"), loss=criterion, steps=3)
 
 
 def with_policy(run):
@@ -125,7 +125,6 @@ def with_policy(run):
 
 
 HEAD_ALONE = ShardingPolicy(rules=(ModuleRule("head", Style.HEAD),))
-OUTSIDE = {"ddp": (GradientError, "no_sync")}
 
 
 @matrix(["ddp", "fsdp-layers", "zero2", "hybrid-tp-zero3"], run=SETTINGS)
@@ -134,12 +133,8 @@ def test_a_plain_model_trains_as_with_whole_logits(run):
 
 
 @matrix(1, run=SETTINGS)
-def test_a_criterion_may_call_the_head_or_is_refused(run):
-    case, setting = plain("of criterion"), with_policy(run)
-    if run in OUTSIDE:
-        expect_on_ranks(*OUTSIDE[run], train_boosted, setting.num_ranks, case, setting)
-        return
-    assert_trains_as(case, plain("whole"), setting)
+def test_a_criterion_may_call_the_head(run):
+    assert_trains_as(plain("of criterion"), plain("whole"), with_policy(run))
 
 
 @pytest.mark.parametrize("options", [{"pp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}])

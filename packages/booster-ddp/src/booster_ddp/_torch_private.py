@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import parallel
 
 from booster_runtime.sharding import check_names
 
@@ -17,13 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+    from torch.nn.parallel import DistributedDataParallel
 
 _NAMES = (
-    "_C._are_functorch_transforms_active",
     "_C._current_graph_task_id",
     "_compile._disable_dynamo",
+    "_utils._flatten_dense_tensors",
+    "_utils._take_tensors",
+    "_utils._unflatten_dense_tensors",
     "autograd.Variable._execution_engine.queue_callback",
-    "autograd.grad_mode._unsafe_preserve_version_counter",
     "distributed.GradBucket",
     "distributed.Reducer._check_reducer_finalized",
     "distributed.Reducer._reset_state",
@@ -36,8 +37,12 @@ _NAMES = (
 check_names("booster-ddp", _NAMES)
 
 from torch._compile import _disable_dynamo  # noqa: E402 - after the check
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter  # noqa: E402
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors  # noqa: E402
 
+flatten_dense_tensors: Any = _flatten_dense_tensors
+unflatten_dense_tensors: Any = _unflatten_dense_tensors
+take_tensors: Any = _take_tensors
+"""Yields lists of tensors of one dtype, each of about so many bytes."""
 # The public decorator imports the compiler at once.
 not_compiled = _disable_dynamo
 """Decorator: run a function, and what it calls, uncompiled."""
@@ -59,27 +64,7 @@ def queue_callback(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)  # noqa: SLF001
 
 
-@not_compiled
-def transforms_are_active() -> bool:
-    """Return whether a transform of ``torch.func`` is running what is called now."""
-    return bool(torch._C._are_functorch_transforms_active())  # noqa: SLF001
-
-
-class DistributedDataParallel(parallel.DistributedDataParallel):
-    """torch's class, whose broadcast of buffers leaves the graphs of earlier forwards usable.
-
-    A layer such as BatchNorm updates its buffers in forward without telling autograd, so that one process may run two
-    forwards before the first backward. DDP's broadcast before each forward changes the same buffers. torch 2.10 lets
-    autograd count that as a change, and the first backward raises; later releases hide it, as this class does.
-    """
-
-    @not_compiled  # the compiler leaves torch's own class alone
-    def _sync_buffers(self) -> None:
-        with _unsafe_preserve_version_counter(tuple(self.modules_buffers)):  # as torch 2.13
-            super()._sync_buffers()  # type: ignore[no-untyped-call]
-
-
-def unfinished_reduction(ddp: parallel.DistributedDataParallel) -> RuntimeError | None:
+def unfinished_reduction(ddp: DistributedDataParallel) -> RuntimeError | None:
     """Return torch's error if a DDP model waits for gradients of a reduction that has begun, else ``None``."""
     try:
         ddp.reducer._check_reducer_finalized()  # noqa: SLF001
@@ -88,17 +73,17 @@ def unfinished_reduction(ddp: parallel.DistributedDataParallel) -> RuntimeError 
     return None
 
 
-def follow_outputs(ddp: parallel.DistributedDataParallel, outputs: Sequence[Tensor]) -> None:
+def follow_outputs(ddp: DistributedDataParallel, outputs: Sequence[Tensor]) -> None:
     """Let a DDP model search for unused parameters from these tensors in place of those that it found."""
     ddp.reducer.prepare_for_backward(list(outputs))
 
 
-def forget_used(ddp: parallel.DistributedDataParallel) -> None:
+def forget_used(ddp: DistributedDataParallel) -> None:
     """Let a DDP model forget which parameters were used since it last finished a reduction."""
     ddp.reducer._reset_state()  # noqa: SLF001
 
 
-def send_buffers(ddp: parallel.DistributedDataParallel) -> None:
+def send_buffers(ddp: DistributedDataParallel) -> None:
     """Replace the buffers of a DDP model by rank 0's.
 
     Collective: every rank of the world.

@@ -30,20 +30,20 @@ class DDPConfig:
             alone; of a model that is boosted without its optimizer, before each forward that records a graph.
         bucket_cap_mb: Size in MiB of the buckets in which gradients are reduced. ``None`` is torch's default: 25, and
             1 for the bucket that is ready first.
-        find_unused_parameters: Search the graph of each forward for unused parameters. ``None`` searches in the first
-            step, and goes on only if a parameter was unused; the same again where other parameters are trained than
-            before. A model that is boosted without its optimizer is searched always. If parameters become unused only
-            in later steps, pass ``True``.
+        find_unused_parameters: Search the graph of each forward for unused parameters. ``None`` searches if the first
+            step, whose gradients are averaged at the end of its backward, leaves a parameter unused; the same again
+            where other parameters are trained than before. A model that is boosted without its optimizer is searched
+            always. If parameters become unused only in later steps, pass ``True``.
         gradient_as_bucket_view: Make gradients views of the buckets, which saves one copy of them.
         static_graph: Declare that each step uses the same parameters in the same way.
         comm_hook: Name of a gradient compression hook (``"allreduce"``, ``"fp16_compress"``, ``"bf16_compress"`` or
             ``"powersgd"``), or a function that torch's ``register_comm_hook`` takes. ``"fp16_compress"`` and
-            ``"bf16_compress"`` hold for gradients that DDP's reducer does not see as well, such as those of steps
-            wholly under ``no_sync``. Other hooks are called by the reducer alone; those gradients are averaged as they
-            are.
+            ``"bf16_compress"`` hold as well for gradients that DDP's reducer does not see, such as those of the first
+            step, and of steps wholly under ``no_sync``. Other hooks are called by the reducer alone; those gradients
+            are averaged as they are.
         comm_hook_state: State for the hook: a process group or ``PowerSGDState``. Created if left out.
         sync_batchnorm: Replace the model's BatchNorm layers by ``torch.nn.SyncBatchNorm``, which uses the statistics of
-            the global batch. Not on CPUs.
+            the global batch. torch's does not run on CPUs.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
@@ -75,16 +75,6 @@ class DDPConfig:
 Hook = Any  # Callable[[object, GradBucket], torch.futures.Future[Tensor]], which torch does not type
 
 
-def allreduce(state: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average in the gradients' own dtype, as DDP does without a hook."""
-    return default_hooks.allreduce_hook(state, bucket)  # type: ignore[arg-type]  # None is the default group
-
-
-def fp16_compress(state: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average in fp16: half the bytes; gradients below 6e-8 are lost."""
-    return default_hooks.fp16_compress_hook(state, bucket)  # type: ignore[arg-type]
-
-
 def bf16_compress(state: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average in bf16: half the bytes, three significant digits, on any backend.
 
@@ -94,8 +84,8 @@ def bf16_compress(state: ProcessGroup | None, bucket: GradBucket) -> torch.futur
 
 
 _STATELESS: dict[str, Hook] = {
-    "allreduce": allreduce,
-    "fp16_compress": fp16_compress,
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16_compress": default_hooks.fp16_compress_hook,
     "bf16_compress": bf16_compress,
 }
 _POWER_SGD = "powersgd"

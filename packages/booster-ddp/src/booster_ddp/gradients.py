@@ -8,6 +8,7 @@ hook on each parameter tells of them here, so that they are averaged before they
 
 from __future__ import annotations
 
+import enum
 import weakref
 from typing import TYPE_CHECKING
 
@@ -15,21 +16,43 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import GradientError
-from booster_ddp._torch_private import forget_used, graph_task, queue_callback, unfinished_reduction
+from booster_ddp._torch_private import (
+    flatten_dense_tensors,
+    forget_used,
+    graph_task,
+    queue_callback,
+    take_tensors,
+    unfinished_reduction,
+    unflatten_dense_tensors,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.hooks import RemovableHandle
 
     from booster_core.plugin import BoostContext
     from booster_ddp.model import DDPModel
 
 
+class Reduction(enum.Enum):
+    """What DDP's reducer is about; it is back at `NONE` once it has averaged every gradient."""
+
+    NONE = enum.auto()
+    ARMED = enum.auto()
+    """It takes the gradients of the next backward."""
+    BEGUN = enum.auto()
+    """A backward has given it some; where that raises, this stays."""
+    ENDED = enum.auto()
+    """That backward has ended."""
+
+
 class UnreducedGradients:
     """Track the gradients of a model that have changed since they were last averaged.
+
+    The optimizers hold this, and through it the parameters; the boosted model holds the optimizers. So neither the
+    model nor the hooks of parameters are held from here.
 
     Args:
         model: The boosted model.
@@ -40,12 +63,15 @@ class UnreducedGradients:
             gradients to be averaged raises.
 
     Attributes:
+        named: The parameters by name.
+        trained: Those that are averaged.
+        averages_at_end: Each backward of the step averages at its end: DDP searches, and several forwards came before
+            the first backward, of which the search knows the last one alone; or the first step finds out whether all
+            parameters are used. The same on every rank.
         has_reduced: Whether the present DDP has averaged gradients. The same on every rank.
         is_cut_off: Whether a backward that DDP was to average has not reached it: its hooks hang on nodes of the graph
             that torch replaces where a script gives parameters another format or device.
-        has_counted: Whether a step's gradients were averaged, by DDP or in the step. The same on every rank.
-        some_unused: Whether a backward has used only some of the parameters on this rank; known of parameters whose
-            uses are counted.
+        some_unused: Whether a backward has used only some of the parameters on this rank, where DDP did not average it.
     """
 
     def __init__(
@@ -57,45 +83,57 @@ class UnreducedGradients:
         communication_dtype: torch.dtype | None,
         can_wait: bool,
     ) -> None:
-        # The parameters' hooks reference this object, so it must not reference the parameters.
-        self._model = weakref.ref(model)
+        self._of = weakref.ref(model)
         self._context = context
         self._bucket_bytes = bucket_bytes
         self._communication_dtype = communication_dtype
         self._can_wait = can_wait
-        self._tracked: set[int] = set()
-        self._task = -1
+        module = model.unwrap()
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # each rank keeps its own, as under DDP
+        self.named = {name: each for name, each in module.named_parameters() if name not in ignored}
+        self.trained: Mapping[str, nn.Parameter] = {}
+        self._tracked: list[nn.Parameter] = []
+        self._untracked = self.named
+        self._seen = [-1, 0]  # the last backward, and of how many parameters it has given the gradients
         self._exist = False
-        self._counting: list[RemovableHandle] = []
-        self.begin()
+        self.begin({}, averages_at_end=False)
 
-    def begin(self) -> None:
-        """Begin with a DDP that has not run."""
-        for handle in self._counting:
-            handle.remove()
-        self._counting = []
-        self._is_armed = False  # DDP's reducer takes the next gradients
-        self._has_begun = False  # and a backward has given it some
-        self._has_ended = False  # and that has not raised
+    @property
+    def model(self) -> DDPModel | None:
+        """The boosted model; ``None`` where a script keeps its own model and the optimizer alone."""
+        return self._of()
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        model = self._of()
+        return None if model is None else model.ddp
+
+    def begin(self, trained: Mapping[str, nn.Parameter], *, averages_at_end: bool) -> None:
+        """Begin with a DDP that has not run, and watch the gradients of what is trained, for as long as this lives."""
+        self._reduction = Reduction.NONE
         self._has_marks = False  # it remembers parameters of a backward that it did not average
         self._is_open = False  # no backward has come since the last forward
-        # Several forwards came before the first backward, and the search knows of the last one alone: each backward of
-        # the step averages at its end. As calls decide it, it is the same on every rank.
-        self._follows_several = self._has_averaged = False
-        self._used: set[int] = set()
-        self.has_reduced = self.has_counted = self.some_unused = self.is_cut_off = False
+        self.averages_at_end = averages_at_end
+        self._has_averaged = self.has_reduced = self.some_unused = self.is_cut_off = False
+        self.trained = trained
+        known = {id(parameter) for parameter in self._tracked}
+        seen, own = self._seen, weakref.ref(self)  # which holds the parameters
 
-    def track(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Watch the gradients of parameters that are trained now, for as long as they live."""
-        for parameter in parameters:
-            if id(parameter) not in self._tracked:
-                self._tracked.add(id(parameter))
-                parameter.register_post_accumulate_grad_hook(self._notice)  # type: ignore[no-untyped-call]
+        def notice(parameter: Tensor) -> None:
+            """Note a backward by the gradients that it gives: as short as can be."""
+            del parameter
+            task = graph_task()
+            if task != seen[0]:
+                seen[0] = task
+                if (tracker := own()) is not None:
+                    tracker.begin_backward()
+            seen[1] += 1
 
-    def count_uses(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Find out whether backward uses all of these parameters, until the next `begin`."""
-        for parameter in parameters:
-            self._counting.append(parameter.register_post_accumulate_grad_hook(self._note_use))  # type: ignore[no-untyped-call]
+        self._untracked = {name: each for name, each in self._untracked.items() if name not in trained}
+        for parameter in trained.values():
+            if id(parameter) not in known:
+                self._tracked.append(parameter)
+                parameter.register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
 
     @property
     def exist(self) -> bool:
@@ -115,15 +153,13 @@ class UnreducedGradients:
         """
         self._note_reduction()
         if self._is_open and ddp.find_unused_parameters and self._can_wait and not accumulates:
-            self._follows_several = True
-            self._is_armed = False
+            self.averages_at_end = True
+            self._reduction = Reduction.NONE
             forget_used(ddp)
-        ddp.require_backward_grad_sync = not (accumulates or self._follows_several)
+        ddp.require_backward_grad_sync = not (accumulates or self.averages_at_end)
         if not self._has_marks or not ddp.require_backward_grad_sync or self._unfinished() is not None:
             return
-        model = self._model()
-        assert model is not None, "its forward calls this"
-        if self._exist and any(parameter.grad is not None for parameter in model.trained.values()):
+        if self._exist and any(parameter.grad is not None for parameter in self.trained.values()):
             return
         forget_used(ddp)
         self._has_marks = False
@@ -132,9 +168,29 @@ class UnreducedGradients:
         """Note that DDP reduces the next backward, unless the forward was to leave it to the step."""
         self._is_open = True
         if ddp.require_backward_grad_sync:
-            self._is_armed, self._has_begun = True, False
+            self._reduction = Reduction.ARMED
 
-    def check_finished(self) -> None:
+    def settle(self) -> None:
+        """Average gradients that DDP has not: those of ``no_sync``, or of a second backward through one forward.
+
+        Raises:
+            GradientError: If DDP has averaged only some of the gradients, or a parameter that was frozen
+                in each forward has one.
+
+        Collective: every rank of the world if there are such gradients; else none.
+        """
+        self._check_finished()
+        if self.exist:
+            self.average()
+        unknown = [name for name, each in self._untracked.items() if each.grad is not None]
+        if unknown:
+            msg = (
+                f"{len(unknown)} parameter(s) that were frozen in each forward of the boosted model have gradients, "
+                f"which DDP does not average: {', '.join(map(repr, unknown[:10]))}. Unfreeze them before the forward."
+            )
+            raise GradientError(msg)
+
+    def _check_finished(self) -> None:
         """Check that DDP's reducer has finished.
 
         Raises:
@@ -144,13 +200,17 @@ class UnreducedGradients:
         cause = self._unfinished()
         if cause is None:
             return
-        model = self._model()
-        assert model is not None, "its DDP has been asked"
-        self._check_ended()
-        missing = [name for name, p in model.trained.items() if p.grad is None]
+        if self._reduction is Reduction.BEGUN:
+            msg = (
+                "The last backward has raised, when DDP had averaged some of its gradients. Drop them by "
+                "`optimizer.zero_grad()`, then go on with the next forward."
+            )
+            raise GradientError(msg)
+        missing = [name for name, p in self.trained.items() if p.grad is None]
         which = f": {', '.join(map(repr, missing[:10]))}" if missing else ""
         # The search begins at the outputs: it can't know that the loss leaves out what they came of.
-        searches = model.ddp is not None and model.ddp.find_unused_parameters
+        ddp = self._ddp
+        searches = ddp is not None and ddp.find_unused_parameters
         first = "Run" if searches else "Pass `find_unused_parameters=True` to the plugin, or run"
         msg = (
             f"{len(missing) or 'Some'} parameter(s) were used in forward, in an earlier step or under `no_sync`, but "
@@ -159,41 +219,29 @@ class UnreducedGradients:
         )
         raise GradientError(msg) from cause
 
-    def is_given_up(self) -> bool:
+    def is_given_up(self, *, accumulates: bool) -> bool:
         """Return, before a forward, whether DDP waits for gradients of the last backward, and it has been given up.
 
         Raises:
             GradientError: If it has raised, or left some out, and those that it gave have not been dropped.
         """
-        model = self._model()
-        if model is None or self._unfinished() is None:
+        if self._unfinished() is None:
             return False
-        is_dropped = all(parameter.grad is None for parameter in model.trained.values())
-        if not is_dropped and not model.accumulates:
-            self.check_finished()
+        is_dropped = all(parameter.grad is None for parameter in self.trained.values())
+        if not is_dropped and not accumulates:
+            self._check_finished()
         return is_dropped
 
-    def _check_ended(self) -> None:
-        if not self._has_ended:
-            msg = (
-                "The last backward has raised, when DDP had averaged some of its gradients. Drop them by "
-                "`optimizer.zero_grad()`, then go on with the next forward."
-            )
-            raise GradientError(msg)
-
-    def can_finish(self, num_inputs: int, num_trained: int) -> bool:
-        """Return whether DDP's reducer can finish, or needn't begin, if a backward is for some parameters only.
-
-        Args:
-            num_inputs: Number of parameters that get a gradient.
-            num_trained: Number of parameters whose gradients are averaged.
-        """
+    def can_finish(self, num_inputs: int) -> bool:
+        """Return whether DDP's reducer can finish, or needn't begin, where a backward is for this many parameters."""
         self._note_reduction()
-        ddp = self._ddp()
-        if ddp is None or not self._is_armed or num_inputs == num_trained:
+        ddp, model = self._ddp, self.model
+        if ddp is None or model is None or num_inputs == len(self.trained):
             return True
-        # It begins with the first gradient; with a static graph, at the outputs.
-        return not num_inputs and not ddp.static_graph
+        # The first step takes what later ones can do.
+        is_first = self.averages_at_end and not ddp.find_unused_parameters and not model.accumulates
+        # DDP begins with the first gradient; with a static graph, at the outputs.
+        return (self._reduction is Reduction.NONE and not is_first) or not (num_inputs or ddp.static_graph)
 
     def average(self) -> None:
         """Average all gradients over the ranks.
@@ -203,71 +251,58 @@ class UnreducedGradients:
 
         Collective: every rank of the world.
         """
-        model = self._model()
-        assert model is not None, "the caller references it"
         # Else a rank that has run fewer backward passes would pair this all-reduce with those of its next backward.
         self._context.coordinator.block_all(name="average gradients")
-        tracked = [parameter for parameter in model.unwrap().parameters() if id(parameter) in self._tracked]
-        average_gradients(tracked, self._bucket_bytes, self._communication_dtype)
+        tracked = {id(parameter) for parameter in self._tracked}
+        parameters = [each for each in self.named.values() if id(each) in tracked]  # in the same order on every rank
+        average_gradients(parameters, self._bucket_bytes, self._communication_dtype)
         self._exist = False
-        self._has_averaged = self.has_counted = True
-        self._count_unused()
+        self._has_averaged = True
+        self._note_used()
 
-    def end_step(self) -> None:
-        """Learn that a step has been taken, after which DDP averages again."""
-        if self._has_averaged:
-            self._follows_several = self._has_averaged = False
-
-    def _ddp(self) -> DistributedDataParallel | None:
-        model = self._model()
-        return None if model is None else model.ddp
+    def end_step(self) -> bool:
+        """Learn that a step has been taken, after which DDP averages again; return whether `average` was called."""
+        has_averaged, self._has_averaged = self._has_averaged, False
+        if has_averaged:
+            self.averages_at_end = False
+        return has_averaged
 
     def _unfinished(self) -> RuntimeError | None:
         """Return torch's error if DDP's reducer has begun and waits for gradients."""
-        ddp = self._ddp()
-        return unfinished_reduction(ddp) if ddp is not None and self._is_armed and self._has_begun else None
+        ddp = self._ddp
+        has_begun = self._reduction in (Reduction.BEGUN, Reduction.ENDED)
+        return unfinished_reduction(ddp) if ddp is not None and has_begun else None
 
-    def _notice(self, parameter: Tensor) -> None:
-        """Note a backward by the gradients that it gives: the hook of each parameter, and as short as can be."""
-        del parameter
-        task = graph_task()
-        if task != self._task:
-            self._task = task
-            self._begin_backward()
-
-    def _note_use(self, parameter: Tensor) -> None:
-        self._used.add(id(parameter))
-
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
         """Settle the backward before this one, and note whether DDP's reducer takes part in this one."""
         self._note_reduction()
+        self._note_used()
         self._is_open = False
-        if self._used:
-            self._count_unused()
-        if self._is_armed:
-            self._has_begun, self._has_ended = True, False
+        if self._reduction is not Reduction.NONE:
+            self._reduction = Reduction.BEGUN
             queue_callback(weakref.WeakMethod(self._check_reached))
             return
         self._note_unreduced()
-        model = self._model()
-        if self._follows_several and model is not None and not model.accumulates:
+        model = self.model
+        if self.averages_at_end and not (model is not None and model.accumulates):
             queue_callback(weakref.WeakMethod(self.average))
 
     def _check_reached(self) -> None:
         """Note at the end of a backward, before DDP's own end of it, if none of its gradients has come to DDP."""
-        self._has_ended = True
-        ddp = self._ddp()
+        ddp = self._ddp
+        if self._reduction is Reduction.BEGUN:
+            self._reduction = Reduction.ENDED
         if ddp is None or (ddp.static_graph and not self.has_reduced):  # which begins after its first backward
             return
-        if self._is_armed and self._has_begun and self._unfinished() is None:
-            self._is_armed = self._has_begun = False
+        if self._reduction is Reduction.ENDED and self._unfinished() is None:
+            self._reduction = Reduction.NONE
             self.is_cut_off = True
             self._note_unreduced()
 
     def _note_unreduced(self) -> None:
         """Note that the present backward leaves gradients to be averaged."""
         self._exist = True
-        ddp = self._ddp()
+        ddp = self._ddp
         self._has_marks = ddp is not None and ddp.find_unused_parameters
         if not self._can_wait:
             msg = (
@@ -280,18 +315,17 @@ class UnreducedGradients:
 
     def _note_reduction(self) -> None:
         """Note if DDP's reducer has finished: then it has averaged every gradient, also what was accumulated before."""
-        if not (self._is_armed and self._has_begun) or self._unfinished() is not None:
-            return
-        self._is_armed = self._has_begun = self._exist = self._has_marks = False
-        self.has_reduced = self.has_counted = True
-        self._count_unused()
+        if self._reduction in (Reduction.BEGUN, Reduction.ENDED) and self._unfinished() is None:
+            self._reduction = Reduction.NONE
+            self._exist = self._has_marks = False
+            self._seen[1] = 0
+            self.has_reduced = True
 
-    def _count_unused(self) -> None:
+    def _note_used(self) -> None:
         """Note whether the last backward used only some of the parameters."""
-        model = self._model()
-        if self._counting and model is not None:
-            self.some_unused |= len(self._used) < len(model.trained)
-            self._used.clear()
+        if self._seen[1]:
+            self.some_unused |= self._seen[1] < len(self.trained)
+            self._seen[1] = 0
 
 
 def average_gradients(
@@ -326,7 +360,12 @@ def average_gradients(
             elif parameter.grad.is_sparse:  # another rank has a dense one
                 parameter.grad = parameter.grad.to_dense()
             gradients.append(parameter.grad)
-        _average(gradients, bucket_bytes, communication_dtype)
+        for bucket in take_tensors(gradients, bucket_bytes):
+            flat = flatten_dense_tensors(bucket)
+            flat = (flat if communication_dtype is None else flat.to(communication_dtype)).div_(dist.get_world_size())
+            dist.all_reduce(flat)
+            for gradient, part in zip(bucket, unflatten_dense_tensors(flat, bucket), strict=True):
+                gradient.copy_(part)
 
 
 def _averaged_sparse(parameter: nn.Parameter) -> Tensor:
@@ -342,32 +381,3 @@ def _averaged_sparse(parameter: nn.Parameter) -> Tensor:
     averaged = (gradient / dist.get_world_size()).coalesce()
     dist.all_reduce(averaged)
     return averaged
-
-
-def _average(gradients: Sequence[Tensor], bucket_bytes: int, communication_dtype: torch.dtype | None) -> None:
-    """Average gradients over all ranks in place, in buckets of one dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for same_dtype in by_dtype.values():
-        bucket: list[Tensor] = []
-        num_bytes = 0
-        for gradient in same_dtype:
-            bucket.append(gradient)
-            num_bytes += gradient.numel() * gradient.element_size()
-            if num_bytes >= bucket_bytes:
-                _average_bucket(bucket, communication_dtype)
-                bucket, num_bytes = [], 0
-        _average_bucket(bucket, communication_dtype)
-
-
-def _average_bucket(bucket: Sequence[Tensor], communication_dtype: torch.dtype | None) -> None:
-    if not bucket:
-        return
-    flat = torch.cat([gradient.flatten() for gradient in bucket])
-    flat = (flat if communication_dtype is None else flat.to(communication_dtype)).div_(dist.get_world_size())
-    dist.all_reduce(flat)
-    sizes = [gradient.numel() for gradient in bucket]
-    parts: Sequence[Tensor] = flat.split(sizes)  # type: ignore[no-untyped-call]
-    for gradient, part in zip(bucket, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))

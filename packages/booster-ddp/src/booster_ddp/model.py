@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import ModelWrapper
 from booster_ddp._torch_private import (
-    DistributedDataParallel,
     follow_outputs,
     not_compiled,
     not_compiled_itself,
     release,
     send_buffers,
-    transforms_are_active,
 )
 from booster_ddp.config import BY_DTYPE, register_comm_hook, restart_comm_hook
 from booster_ddp.gradients import UnreducedGradients
@@ -29,7 +28,7 @@ from booster_runtime.data import hidden_tensors, move_batch, tensors_of
 from booster_runtime.sharding import refuse_all_gradients, watch_gradient_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -45,9 +44,9 @@ class DDPModel(ModelWrapper):
     """The user's model, run by a ``DistributedDataParallel`` that is built again where it no longer fits.
 
     `module` is the user's model; torch's wrapper is `ddp`, outside of the module tree. It is built at once, and again
-    in the first forward after parameters were frozen or unfrozen, or after a step has shown that it need not search for
-    unused parameters. A DDP is thrown away only between backward passes: one whose gradients it was to average would
-    leave them as they are, and those count as not averaged (`UnreducedGradients`).
+    in the first forward after parameters were frozen or unfrozen, or after a step that has shown that it must search
+    for unused parameters. A DDP is thrown away only between backward passes: one whose gradients it was to average
+    would leave them as they are, and those count as not averaged (`UnreducedGradients`).
 
     Args:
         module: The user's model, on its device.
@@ -58,7 +57,6 @@ class DDPModel(ModelWrapper):
 
     Attributes:
         ddp: torch's wrapper; ``None`` while no parameter is trained.
-        trained: The parameters that it averages, by name.
         gradients: Tracks the gradients that it does not average.
         accumulates: Whether this is under `no_sync`.
 
@@ -76,7 +74,6 @@ class DDPModel(ModelWrapper):
         self._search = self._asked
         self._comm_hook = config.comm_hook or BY_DTYPE.get(context.precision.reduce_dtype)
         self.accumulates = False
-        self._named = dict(module.named_parameters())
         self._held = [
             (owner._parameters, name, parameter)  # noqa: SLF001 - the dictionary that holds it
             for owner in module.modules()
@@ -86,8 +83,6 @@ class DDPModel(ModelWrapper):
         self._sends_buffers = config.broadcast_buffers and has_optimizer and any(True for _ in module.buffers())
         self._built_for: list[bool] | None = None
         self._was_built = False
-        self.trained: Mapping[str, nn.Parameter] = {}
-        self._untracked = self._named
         self._set_ddp(None)
         self.gradients = UnreducedGradients(
             self,
@@ -118,16 +113,13 @@ class DDPModel(ModelWrapper):
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's model in DDP's forward.
 
-        Transforms of ``torch.func`` run the model itself: they return gradients, and DDP's autograd functions refuse
-        them. What `Booster.backward` makes of their results is averaged in the step.
-
         Raises:
             ConfigError: If DDP can't follow the graph from the outputs, or ranks train different parameters.
             GradientError: If ``static_graph`` has no synchronized backward to learn from.
 
         Collective: every rank of the world, where buffers are broadcast, or other parameters are trained than before.
         """
-        if not torch.is_grad_enabled() or transforms_are_active() or (ddp := self._prepare()) is None:
+        if not torch.is_grad_enabled() or (ddp := self._prepare()) is None:
             device = self._context.device
             if device.type != "cpu":  # as DDP does with what it is given
                 args, kwargs = move_batch((args, kwargs), device)
@@ -140,8 +132,8 @@ class DDPModel(ModelWrapper):
     def _prepare(self) -> DistributedDataParallel | None:
         """Return the DDP for a forward that records a graph; ``None`` for one that goes without.
 
-        That is one with other tensors in place of the parameters, as of ``torch.func.functional_call``, whose graph DDP
-        would wait for without end.
+        That is one with other tensors in place of the parameters, as of ``torch.func.functional_call``: DDP would wait
+        without end. What `Booster.backward` makes of its results is averaged in the step.
         """
         for held, name, parameter in self._held:  # a generator would be a call for each
             if held.get(name) is not parameter:
@@ -149,7 +141,7 @@ class DDPModel(ModelWrapper):
         self._fit_ddp()
         if self.ddp is None:
             return None
-        watch_gradient_hooks(self.trained.items(), num_own=1)
+        watch_gradient_hooks(self.gradients.trained.items(), num_own=1)
         self.gradients.before_forward(self.ddp, accumulates=self.accumulates)
         if self.ddp.static_graph and self.accumulates and not self.gradients.has_reduced:
             msg = (
@@ -166,13 +158,8 @@ class DDPModel(ModelWrapper):
             _refuse_hidden(output)
         elif ddp.find_unused_parameters:
             _follow_hidden(ddp, output)
-            if self._search is None and _has_reentrant(output):  # which its search takes for unused
-                self._search = False
-                self._build_ddp()
-                assert self.ddp is not None, "the model trains"
-                ddp = self.ddp
-                if ddp.require_backward_grad_sync:
-                    follow_outputs(ddp, [])
+        elif self._search is None and _has_reentrant(output):  # each of whose layers runs a backward of its own
+            self._search = False
         self.gradients.after_forward(ddp)
 
     @contextlib.contextmanager
@@ -186,23 +173,17 @@ class DDPModel(ModelWrapper):
             self._set_accumulates(accumulates=before)
 
     def after_step(self) -> None:
-        """Send rank 0's buffers; decide after the first step whether DDP goes on searching for unused parameters.
+        """Send rank 0's buffers; decide after the first step whether DDP is to search for unused parameters.
 
-        Collective: every rank of the world, where there are buffers, and in the first step whose gradients DDP has
-        averaged; else none.
+        Collective: every rank of the world, where there are buffers, and in the first step; else none.
         """
-        self.gradients.end_step()
+        has_averaged = self.gradients.end_step()
         if self._sends_buffers and self.ddp is not None:
             send_buffers(self.ddp)
-        if self._search is not None or not self.gradients.has_counted:
-            return
-        some_unused = torch.tensor(int(self.gradients.some_unused), device=next(iter(self.trained.values())).device)
-        dist.all_reduce(some_unused, dist.ReduceOp.MAX)
-        self._search = bool(some_unused)
-
-    def untracked_gradients(self) -> list[str]:
-        """Return the names of parameters that have gradients, but were frozen at `boost` and in each forward since."""
-        return [name for name, each in self._untracked.items() if each.grad is not None]
+        if has_averaged and self._search is None:
+            some_unused = torch.tensor(int(self.gradients.some_unused), device=self._context.device)
+            dist.all_reduce(some_unused, dist.ReduceOp.MAX)
+            self._search = bool(some_unused)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Return a copy to evaluate with, such as an average: it has this model's values, and no optimizer."""
@@ -227,18 +208,17 @@ class DDPModel(ModelWrapper):
 
     def _fit_ddp(self) -> None:
         """Build DDP, or build it again, if it does not fit what is trained now and what is known of the graph."""
-        trained = [parameter.requires_grad for parameter in self._named.values()]
+        trained = [parameter.requires_grad for parameter in self.gradients.named.values()]
         if trained != self._built_for:
             if self._built_for is not None:
                 self._leave_trained()
             self._built_for = trained
-            self.trained = {name: each for name, each in self._named.items() if each.requires_grad}
             self._search = self._asked
             self._build_ddp()
         elif self.ddp is not None and (
-            (self._search is False and self.ddp.find_unused_parameters)
+            (self._search and not self.ddp.find_unused_parameters)
             or self.gradients.is_cut_off
-            or self.gradients.is_given_up()
+            or self.gradients.is_given_up(accumulates=self.accumulates)
             # In its first backward, a static graph does not tell whether it is reached.
             or (self.ddp.static_graph and not self.gradients.has_reduced and self._nodes != self._trained_nodes())
         ):
@@ -247,7 +227,7 @@ class DDPModel(ModelWrapper):
     def _trained_nodes(self) -> list[Any]:
         """Return the nodes of the graph that accumulate gradients, on which DDP's hooks hang."""
         with torch.enable_grad():
-            views: list[Any] = [each.view_as(each) for each in self.trained.values()]
+            views: list[Any] = [each.view_as(each) for each in self.gradients.trained.values()]
         return [view.grad_fn.next_functions[0][0] for view in views]
 
     def _leave_trained(self) -> None:
@@ -257,7 +237,7 @@ class DDPModel(ModelWrapper):
         """
         self._context.coordinator.agree(
             "forward with other trained parameters than before",
-            {"trained parameters": [name for name, each in self._named.items() if each.requires_grad]},
+            {"trained parameters": [name for name, each in self.gradients.named.items() if each.requires_grad]},
             remedy="Freeze and unfreeze the same parameters on all ranks.",
         )
         if self.gradients.exist:
@@ -272,8 +252,9 @@ class DDPModel(ModelWrapper):
             release(self.ddp)
             restart_comm_hook(self._config.comm_hook_state)
         self._set_ddp(None)
-        self.gradients.begin()
-        if not self.trained:  # such as a frozen teacher, which DDP refuses
+        trained = {name: each for name, each in self.gradients.named.items() if each.requires_grad}
+        self.gradients.begin(trained, averages_at_end=self._search is None)
+        if not trained:  # such as a frozen teacher, which DDP refuses
             return
         config, device = self._config, self._context.device
         options: dict[str, Any] = {} if config.broadcast_buffers and not self._sends_buffers else _OWN_BUFFERS
@@ -282,11 +263,11 @@ class DDPModel(ModelWrapper):
             # which still broadcasts rank-local buffers at the start.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             ddp = DistributedDataParallel(
-                _Undecided(self.module, next(iter(self.trained.values()))) if self._search is None else self.module,
+                self.module,
                 device_ids=None if device.type == "cpu" else [device],
                 init_sync=not self._was_built,
                 bucket_cap_mb=config.bucket_cap_mb,
-                find_unused_parameters=self._search is not False,
+                find_unused_parameters=bool(self._search),
                 gradient_as_bucket_view=config.gradient_as_bucket_view,
                 static_graph=config.static_graph,
                 **options,
@@ -298,28 +279,7 @@ class DDPModel(ModelWrapper):
         if self._sends_buffers and not self._was_built:
             send_buffers(ddp)
         self._was_built = True
-        self.gradients.track(self.trained.values())
         self._nodes = self._trained_nodes() if config.static_graph else []
-        if self._search is None:
-            self.gradients.count_uses(self.trained.values())
-        self._untracked = {name: each for name, each in self._untracked.items() if name not in self.trained}
-
-
-class _Undecided(nn.Module):
-    """The user's model, and a parameter that is never used.
-
-    Where every parameter is used, DDP's search warns and advises to leave it out. While the search is ours, to find out
-    whether it is needed, there is nothing to advise.
-    """
-
-    def __init__(self, model: nn.Module, like: nn.Parameter) -> None:
-        super().__init__()
-        self.model = model
-        self.unused = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
-
-    @not_compiled_itself
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
 
 
 def _follow_hidden(ddp: DistributedDataParallel, output: Any) -> None:

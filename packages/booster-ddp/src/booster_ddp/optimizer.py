@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from booster_ddp.model import DDPModel
+    from booster_ddp.gradients import UnreducedGradients
 
 _REMEDIES = {
     "gradient which is undefined, but still allreduced": (
@@ -41,13 +41,13 @@ class DDPOptimizer(OptimizerWrapper):
 
     Args:
         optim: The optimizer inside.
-        model: The boosted model, which tells what is averaged for all of its optimizers.
+        averaged: Averages the gradients of the model, for all of its optimizers.
         **kwargs: As for `OptimizerWrapper`.
     """
 
-    def __init__(self, optim: Optimizer, model: DDPModel, **kwargs: Any) -> None:
+    def __init__(self, optim: Optimizer, averaged: UnreducedGradients, **kwargs: Any) -> None:
         super().__init__(optim, **kwargs)
-        self._model = model
+        self._averaged = averaged
 
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward from a loss; see `OptimizerWrapper.backward`.
@@ -73,9 +73,9 @@ class DDPOptimizer(OptimizerWrapper):
         """
         super().check_inputs(inputs)
         ids = {id(each) for each in inputs}
-        trained = self._model.trained
+        trained = self._averaged.trained
         num_inputs = sum(id(parameter) in ids for parameter in trained.values())
-        if not self._model.gradients.can_finish(num_inputs, len(trained)):
+        if not self._averaged.can_finish(num_inputs):
             msg = (
                 f"`inputs` has {num_inputs} of the {len(trained)} parameters that DDP averages together, and it would "
                 "wait for the others. Leave `inputs` out, or run this forward and backward under `booster.no_sync`; "
@@ -84,25 +84,8 @@ class DDPOptimizer(OptimizerWrapper):
             raise ConfigError(msg)
 
     def settle(self) -> None:
-        """Average gradients that DDP has not: those of ``no_sync``, or of a second backward through one forward.
-
-        Raises:
-            GradientError: If DDP has averaged only some of the gradients, or a parameter that was frozen
-                in each forward has one.
-
-        Collective: every rank of the world if there are such gradients; else none.
-        """
-        gradients = self._model.gradients
-        gradients.check_finished()
-        if gradients.exist:
-            gradients.average()
-        unknown = self._model.untracked_gradients()
-        if unknown:
-            msg = (
-                f"{len(unknown)} parameter(s) that were frozen in each forward of the boosted model have gradients, "
-                f"which DDP does not average: {', '.join(map(repr, unknown[:10]))}. Unfreeze them before the forward."
-            )
-            raise GradientError(msg)
+        """Average gradients that DDP has not; see `UnreducedGradients.settle`."""
+        self._averaged.settle()
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients, averaged over all ranks.
@@ -126,7 +109,8 @@ class DDPOptimizer(OptimizerWrapper):
         if closure is None:
             self.settle()
         result = super().step(closure)
-        self._model.after_step()
+        if (model := self._averaged.model) is not None:
+            model.after_step()
         return result
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:

@@ -110,9 +110,8 @@ class TorchDDPPlugin(Strategy):
         if context.coordinator.world_size > 1:
             refuse_renormalized(model)
             refuse_composed(model)
-        refuse_ignored(model)
         if self.config.sync_batchnorm:
-            check_sync_batchnorm(model, context.device)
+            check_sync_batchnorm(model)
 
     def shard(self, objects: Boosted, context: BoostContext, values: Recording | None) -> Boosted:
         """Move the model to the device, wrap it by DDP, and wrap the optimizers.
@@ -126,10 +125,12 @@ class TorchDDPPlugin(Strategy):
             nn.SyncBatchNorm.convert_sync_batchnorm(original)  # type: ignore[no-untyped-call]
         model = DDPModel(original, self.config, context, has_optimizer=bool(objects.optimizers))
         if model.sends_gradients:
-            formats = {model.communication_dtype or each.dtype for each in model.trained.values()}
+            formats = {model.communication_dtype or each.dtype for each in model.gradients.trained.values()}
             note_reductions(original, formats, context.device, by_backend=True)
         scaling = GradientScaling(context.precision)
-        optimizers = [DDPOptimizer(each, model, context=context, scaling=scaling) for each in objects.optimizers]
+        optimizers = [
+            DDPOptimizer(each, model.gradients, context=context, scaling=scaling) for each in objects.optimizers
+        ]
         return objects._replace(model=model, optimizer=like(objects.optimizer, optimizers))
 
     def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
@@ -160,42 +161,13 @@ class TorchDDPPlugin(Strategy):
         return {field.name: getattr(self.config, field.name) for field in fields(self.config)}
 
 
-def refuse_ignored(model: nn.Module) -> None:
-    """Refuse a model that asks DDP to keep some of its parameters or buffers apart on each rank.
-
-    Raises:
-        ConfigError: If it does, as by ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``.
-    """
-    ignored = sorted(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    if ignored:
-        msg = (
-            f"The model asks DDP to ignore {len(ignored)} of its parameters or buffers, such as {ignored[0]!r} (by "
-            "`_ddp_params_and_buffers_to_ignore`), but every rank of the plugin 'ddp' has the same model. Take what "
-            "ranks keep apart out of the model and train it by an optimizer of its own; or delete the attribute, and "
-            "all ranks get rank 0's values."
-        )
-        raise ConfigError(msg)
-
-
-def check_sync_batchnorm(model: nn.Module, device: torch.device) -> None:
+def check_sync_batchnorm(model: nn.Module) -> None:
     """Check that torch can replace the BatchNorm layers inside a model by its ``SyncBatchNorm``.
 
     Raises:
-        ConfigError: If the device is a CPU, the model itself is a BatchNorm layer, or a layer overrides ``forward``,
-            which the replacement would not run.
+        ConfigError: If a layer overrides ``forward``, which the replacement would not run.
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, _BatchNorm)}
-    if device.type == "cpu":
-        msg = (
-            "`sync_batchnorm=True` needs an accelerator: torch's `SyncBatchNorm` does not run on CPUs. Leave the "
-            "option out to debug on a CPU, or use layers that need no statistics of the batch, such as `nn.GroupNorm`."
-        )
-        raise ConfigError(msg)
-    if "" in layers:
-        msg = (
-            f"`sync_batchnorm=True` replaces layers inside a model, but the model is a `{type(model).__name__}` itself."
-        )
-        raise ConfigError(msg)
     special = [f"'{name}' ({type(each).__name__})" for name, each in layers.items() if _has_own_forward(each)]
     if special:
         msg = (

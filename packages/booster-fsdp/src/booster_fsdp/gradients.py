@@ -27,10 +27,13 @@ from booster_fsdp._torch_private import (
     forget_gathered,
     forget_interrupted,
     gathered_of,
+    gathered_units,
     graph_task,
     groups_of,
     has_unreduced,
     is_in_backward,
+    leave_alone,
+    not_compiled,
     reduce_accumulated,
     states_of,
     take_formats,
@@ -85,7 +88,8 @@ class UnitCalls:
 
     def _note(self, number: int, *unused: Any) -> None:
         del unused
-        self.check_runs(self._names[number])
+        if self.is_paused:
+            self.check_runs(self._names[number])
         self._calls.append(number)
 
     def check_runs(self, name: str) -> None:
@@ -215,12 +219,18 @@ class ShardedGradients:
                 # torch's FSDP sets gradients itself; what comes here by autograd comes from uses of the shards.
                 watch_gradients(parameter, functools.partial(self._note_used, key))
         for number, module in enumerate(self.modules):
+            leave_alone(module)
             for group in groups_of(module):
-                for inner in group.fsdp_params:
-                    inner.sharded_param.on_drop = functools.partial(self._drop, inner)
+                members = [(inner, id(inner.sharded_param)) for inner in group.fsdp_params]
+                for inner, _ in members:
+                    inner.sharded_param.unreduced = self._unreduced
+                    inner.sharded_param.on_drop = functools.partial(drop_gradient, inner)
                     inner.sharded_param.on_absent = functools.partial(self._check_reduced, inner)
                 group.pre_backward = functools.partial(self._pre_backward, group, [-1], group.pre_backward)
-                group.post_backward = functools.partial(self._post_backward, number, group, group.post_backward)
+                reduce = not_compiled(
+                    functools.partial(self._post_backward, number, group, members, group.post_backward)
+                )
+                group.post_backward = reduce
 
     # ---- between forward and the step
 
@@ -317,18 +327,13 @@ class ShardedGradients:
             self._unreduced.clear()
         self._used = set() if parameters is None else self._used - parameters
 
-    def _drop(self, inner: Any) -> None:
-        """Drop a gradient that is not reduced yet, as a script has dropped the parameter's."""
-        if self._unreduced:
-            drop_gradient(inner)
-
     def _check_reduced(self, inner: Any) -> None:
         """Raise for a gradient that is read before it is reduced.
 
         Raises:
             GradientError: If it is one.
         """
-        if self._unreduced and unreduced_gradient(inner, gathered_of(inner)) is not None:
+        if unreduced_gradient(inner, gathered_of(inner)) is not None:
             name = inner._param_fqn  # noqa: SLF001 - as in `_torch_private`
             msg = (
                 f"The gradient of '{name}' is not reduced yet: under `no_sync`, each rank keeps its own, of whole "
@@ -384,9 +389,9 @@ class ShardedGradients:
         """Note what stays gathered after a forward, as scripts then freeze and unfreeze that."""
         self._kept = [
             (inner, inner.sharded_param.requires_grad)
-            for _, group in self._units
-            if not group.is_sharded
+            for _, group in gathered_units(self._units)
             for inner in group.fsdp_params
+            if gathered_of(inner) is not None
         ]
 
     def _take_kept(self) -> None:
@@ -410,14 +415,14 @@ class ShardedGradients:
         recorded_at, self._recorded_at = self._recorded_at, None
         if recorded_at is not None:
             self.modules[0].set_reshard_after_backward(True)
-        self._note_unreduced()
-        for module, group in self._units:
+        for module, group in gathered_units(self._units):
             if group._all_gather_result is not None:  # noqa: SLF001 - begun ahead of a forward that has not come
                 group.wait_for_unshard()
-            if not group.is_sharded:
-                if recorded_at is not None and group.is_unsharded:
-                    self._leave_to_graph(group, recorded_at)
-                module.reshard()
+            if has_unreduced(group):
+                self._unreduced.add(group)
+            if recorded_at is not None and group.is_unsharded:
+                self._leave_to_graph(group, recorded_at)
+            module.reshard()
         for inner in written:
             if gathered_of(inner) is not None:
                 forget_gathered(inner)
@@ -440,8 +445,8 @@ class ShardedGradients:
 
     def _note_unreduced(self) -> None:
         """Note gathered units with gradients: in outputs that torch can't look into, it does not see these units."""
-        for _, group in self._units:
-            if not group.is_sharded and has_unreduced(group):
+        for _, group in gathered_units(self._units):
+            if has_unreduced(group):
                 self._unreduced.add(group)
 
     def gather_once(self) -> None:
@@ -483,65 +488,79 @@ class ShardedGradients:
         Raises:
             GradientError: If a backward has raised in this unit, so that torch would not gather it.
         """
-        if task[0] != graph_task():
+        now = graph_task()
+        if task[0] != now:
             if is_in_backward(group) and group.is_sharded:
                 msg = (
                     "The backward before this one raised, and this one goes through a forward before that. Drop the "
                     "gradients by `optimizer.zero_grad()`, and run forward again."
                 )
                 raise GradientError(msg)
-            task[0] = graph_task()
-            self._take_kept()
+            task[0] = now
+            if self._kept:
+                self._take_kept()
         if torch.is_grad_enabled() and self._recorded_at is None:
             self.modules[0].set_reshard_after_backward(False)
             self._recorded_at = self.version
         gather(*unused)
 
-    def _post_backward(self, number: int, group: Any, reduce: Any, *unused: Any) -> None:
-        """Complete a unit's gradients, then let torch reduce them."""
-        # Those of a unit that has never run are gathered into nothing.
-        gathered = [(inner, whole) for inner in group.fsdp_params if (whole := gathered_of(inner)) is not None]
+    def _post_backward(
+        self, number: int, group: Any, members: Sequence[tuple[Any, int]], reduce: Any, *unused: Any
+    ) -> None:
+        """Complete a unit's gradients, then let torch reduce them.
+
+        Args:
+            number: Of the unit.
+            group: Of the unit.
+            members: Its parameters, as torch holds them and by the ids of the model's.
+            reduce: torch's function.
+            *unused: Its arguments.
+        """
         for note in self.notes:
             note()
+        has_run = gathered_of(group.fsdp_params[0]) is not None  # else its parameters are gathered into nothing
         if self._refuse is not None:
-            for inner, whole in gathered:
-                if unreduced_gradient(inner, whole) is not None:
+            for inner, _ in members:
+                if unreduced_gradient(inner, gathered_of(inner)) is not None:
                     raise self._refuse(inner._param_fqn)  # noqa: SLF001 - as in `_torch_private`
         elif group.reduce_grads:
             self._was_reduced = True
             self._unreduced.discard(group)
             self.calls.note_backward(number)
-            self._complete(gathered)
-        elif gathered:
+            if has_run:
+                self._complete(members)
+        elif has_run:
             self._unreduced.add(group)
         # A unit that never ran has nothing to accumulate, and torch fails where it would convert that.
-        if group.reduce_grads or gathered:
+        if group.reduce_grads or has_run:
             take_formats(group)
             reduce(*unused)
 
-    def _complete(self, gathered: Sequence[tuple[Any, Any]]) -> None:
+    def _complete(self, members: Sequence[tuple[Any, int]]) -> None:
         """Record the parameters of a unit that this rank has used, and give the others gradients of zero.
 
         Raises:
             ConfigError: If forward has written to a parameter: torch keeps only shards, so that the values are lost.
         """
-        trained, is_complete = [], True
-        for inner, whole in gathered:
-            if self._was_written(inner, whole):
+        used, missing = [], []
+        for inner, key in members:
+            whole = inner._unsharded_param  # noqa: SLF001 - as `gathered_of`, a call less
+            if was_written(inner, whole) and key not in self._excepted:
                 raise _dropped(inner)
-            has_gradient = unreduced_gradient(inner, whole) is not None
-            if not whole.requires_grad and not has_gradient:
-                continue
-            trained.append((inner, whole))
-            is_complete &= has_gradient
-            key = id(inner.sharded_param)
-            if has_gradient or (key not in self._filled and gradient_of(inner.sharded_param) is not None):
+            if unreduced_gradient(inner, whole) is not None:
+                used.append(key)
+            elif whole.requires_grad:
+                missing.append((inner, key))
+        self._used.update(used)
+        self._filled.difference_update(used)
+        for inner, key in missing:
+            if key not in self._filled and gradient_of(inner.sharded_param) is not None:
                 self._used.add(key)
-                self._filled.discard(key)
             else:
                 self._filled.add(key)
-        if not is_complete:
-            fill_gradients(trained)
+        if missing:
+            trained = {*used, *(key for _, key in missing)}
+            fill_gradients([(inner, gathered_of(inner)) for inner, key in members if key in trained])
 
     def _was_written(self, inner: Any, whole: Any) -> bool:
         return was_written(inner, whole) and id(inner.sharded_param) not in self._excepted

@@ -207,7 +207,7 @@ class FSDPModel(ModelWrapper):
         if not self.gradients.depth:
             self.gradients.calls.check_runs("")
             self.gradients.reshard()
-            if not all(parameters.get(name) is parameter for parameters, name, parameter in self._held):
+            if self._has_others():
                 msg = (
                     "Other tensors are in the place of parameters, as inside of `torch.func.functional_call`. FSDP "
                     "would compute with the parameters' own values: it gathers them itself. Write values to the "
@@ -229,6 +229,16 @@ class FSDPModel(ModelWrapper):
                     self.gradients.note_kept()
                 else:
                     self.gradients.reshard()
+
+    def _has_others(self) -> bool:
+        """Return whether other tensors are in the place of parameters."""
+        try:
+            for parameters, name, parameter in self._held:
+                if parameters[name] is not parameter:  # `get` and a generator would be calls for each
+                    return True
+        except KeyError:
+            return True
+        return False
 
     def _watched(self, output: Any) -> Any:
         """Return the model's output, whose backward raises if parameters have changed by then.

@@ -13,7 +13,7 @@ from booster_core.gradients import clip_by_norm
 from booster_core.plugin import OptimizerWrapper, rebind
 from booster_core.ranks import NamedCall
 from booster_core.state import NamedTensors
-from booster_fsdp.parameters import gradient_of
+from booster_fsdp.parameters import drop_reduced_gradients, gradient_of
 from booster_fsdp.views import Views
 from booster_fsdp.whole_parameters import WholeParameters
 from booster_runtime.sharding import AnyRankFlags, is_by_matrix, local_of, numbers_of_group, partition_for
@@ -304,8 +304,7 @@ class FSDPOptimizer(OptimizerWrapper):
         # torch zeroes a group's gradients in one call, which takes no mixture of DTensors and others.
         kept = [] if set_to_none else [(parameter, gradient_of(parameter)) for parameter in trained]
         super().zero_grad(set_to_none=True)
-        for parameter in trained:
-            parameter.grad = None
+        drop_reduced_gradients(trained)
         for parameter, gradient in kept:
             parameter.grad = gradient
             if gradient is not None:

@@ -18,11 +18,12 @@ from booster_core.ranks import NamedCall
 from booster_runtime.memory import values_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterable
 
     from torch import Tensor
 
-_GRAD: Any = torch.Tensor.grad
+GRADIENT: Any = torch.Tensor.grad
+"""A tensor's gradient as torch keeps it, past what `ShardedTensor` says of it."""
 _TENSORS = (torch.TensorType, torch.ListType)
 
 
@@ -32,15 +33,17 @@ class ShardedTensor(DTensor):
     Attributes:
         is_copy: Whether it holds copies of elements of a parameter, so that nothing would see a write.
         writes: How often scripts have written to the tensors that share this list, as its only element.
-        on_drop: Called when a parameter's gradient is set to ``None``.
-        on_absent: Called when a parameter's gradient is read and there is none; raises where it is not reduced yet.
+        unreduced: What of the model has gradients that are not reduced yet.
+        on_drop: Called when a parameter's gradient is set to ``None`` while there is such.
+        on_absent: Called when a parameter's gradient is read, and there is none here; raises where it is among those.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001 - as in torch's class
     is_copy: bool
     writes: list[int]
-    on_drop: Callable[[], None] | None = None
-    on_absent: Callable[[], None] | None = None
+    unreduced: Collection[Any] = ()
+    on_drop: Callable[[], None]
+    on_absent: Callable[[], None]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out the operation
@@ -101,8 +104,8 @@ class ShardedTensor(DTensor):
         Raises:
             GradientError: If it is not reduced yet.
         """
-        gradient: Tensor | None = gradient_of(self)
-        if gradient is None and self.on_absent is not None:
+        gradient: Tensor | None = GRADIENT.__get__(self)
+        if gradient is None and self.unreduced:
             self.on_absent()
         if type(gradient) is DTensor:
             gradient = self.grad = _made_from(gradient, None)
@@ -110,9 +113,9 @@ class ShardedTensor(DTensor):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if gradient is None and self.on_drop is not None:
+        if gradient is None and self.unreduced:
             self.on_drop()
-        _GRAD.__set__(self, gradient)
+        GRADIENT.__set__(self, gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = self.detach().clone()
@@ -142,7 +145,13 @@ class ShardedTensor(DTensor):
 
 def gradient_of(parameter: Tensor) -> Any:
     """Return a parameter's gradient as torch keeps it."""
-    return _GRAD.__get__(parameter)
+    return GRADIENT.__get__(parameter)
+
+
+def drop_reduced_gradients(parameters: Iterable[Tensor]) -> None:
+    """Drop the gradients of parameters as torch keeps them; those that are not reduced yet stay."""
+    for parameter in parameters:
+        GRADIENT.__set__(parameter, None)
 
 
 def watch_gradients(parameter: Tensor, function: Any) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from booster_fsdp.parameters import gradient_of
+from booster_fsdp.parameters import GRADIENT
 from booster_runtime.sharding import dtensor_of, is_cut, local_of, sharded_like
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Views:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.of: dict[Any, nn.Parameter] = {}
-        self._rows: dict[Any, nn.Parameter] = {}  # the views of rows, gone through without a look-up
+        self._rows: dict[Any, Any] = {}  # the views of rows, which say as `shown` whose memory they have
         self._lists: list[dict[str, Any]] | None = None  # of each group, without the views
         self._known: dict[int, DTensor] = {}  # those from before, by the ids of their local values
 
@@ -50,6 +50,7 @@ class Views:
             return
         rows = local_of(parameter)
         self.of[parameter] = self._rows[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        self._rows[parameter].shown = parameter._local_tensor  # noqa: SLF001 - `rows` is detached from it
         state = self._optimizer.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and is_cut(key, value, parameter.shape):
@@ -81,9 +82,9 @@ class Views:
     def point_at_rows(self) -> None:
         """Let the views of rows have the current memory of the rows and their gradients."""
         for parameter, view in self._rows.items():
-            rows, gradient = parameter._local_tensor, gradient_of(parameter)  # noqa: SLF001 - see `_local`, a call less
-            if rows.data_ptr() != view.data_ptr():
-                view.data = rows
+            rows, gradient = parameter._local_tensor, GRADIENT.__get__(parameter)  # noqa: SLF001 - `_local`, a call less
+            if rows is not view.shown:
+                view.data = view.shown = rows
             view.grad = None if gradient is None else gradient._local_tensor  # noqa: SLF001 - as above
 
     def drop_gradients(self) -> None:

@@ -17,7 +17,7 @@ from booster_core.log import ANY_RANK, log
 from booster_core.ranks import current_world, digest, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _MOST_ELEMENTS = 4096
 """How many elements of each tensor are looked at, spread over it."""
-_MOST_FORWARDS = 1024
-"""After so many forwards rank 0 stops looking for what the others left."""
+_MOST_BATCHES = 1024
+"""After so many batches rank 0 stops looking for what the others left."""
 _COUNTED_AT = 2
 """The batch of a pass at which ranks count themselves: a batch taken only to look at it is no pass."""
 
@@ -43,7 +43,7 @@ def watch_first_batch(model: nn.Module, *, index: int, size: int) -> None:
     """
     store = _part_of_store("first_batch") if size > 1 else None
     if store is not None:
-        check = FirstBatch(store, index=index, size=size, compares=current_world().rank == 0)
+        check = FirstBatch(_Left(store, index=index, size=size, compares=current_world().rank == 0))
         check.handle = model.register_forward_pre_hook(check, with_kwargs=True)
 
 
@@ -53,8 +53,10 @@ def watch_stream(world_size: int) -> StreamWatch | None:
     Collective: none, but every rank boosts equally many loaders.
     """
     store = _part_of_store("streams") if world_size > 1 else None
-    world = current_world()
-    return None if store is None else StreamWatch(store, rank=world.rank, world_size=world.world_size)
+    if store is None:
+        return None
+    rank, size = current_world().rank, current_world().world_size
+    return StreamWatch(_Left(store, index=rank, size=size, compares=rank == 0), size)
 
 
 def watch_passes(world_size: int) -> PassWatch | None:
@@ -103,6 +105,43 @@ def _shown(batches: Iterator[Any], hook: FirstBatch, model: nn.Module) -> Iterat
         yield batch
 
 
+class _Left:
+    """What ranks leave in the store at their first batch; one compares it at a later batch, when all is there.
+
+    Args:
+        store: What ranks share.
+        index: Index of this rank.
+        size: Number of ranks.
+        compares: Whether this rank compares.
+
+    Attributes:
+        is_over: Whether this rank has nothing more to do.
+    """
+
+    def __init__(self, store: Store, *, index: int, size: int, compares: bool) -> None:
+        self._store, self._index, self._compares = store, index, compares
+        self._keys = [str(each) for each in range(size)]
+        self.is_over = False
+
+    def look(self, number: int, own: Callable[[], str]) -> dict[bytes, list[int]]:
+        """Leave what this rank has at batch 1; return once who has left what, where this rank compares."""
+        if self.is_over or not _is_turn(number):
+            return {}
+        self.is_over = True
+        found: dict[bytes, list[int]] = {}
+        with contextlib.suppress(RuntimeError):  # the store's errors: nothing depends on this
+            if number == 1:
+                self._store.set(str(self._index), own())
+                self.is_over = not self._compares
+            elif self._store.check(self._keys):
+                for index, key in enumerate(self._keys):
+                    found.setdefault(self._store.get(key), []).append(index)
+                found.pop(b"", None)
+            else:
+                self.is_over = number >= _MOST_BATCHES
+        return found
+
+
 class FirstBatch:
     """A forward pre-hook that compares the first batch of a training with those of other ranks, and removes itself.
 
@@ -111,49 +150,21 @@ class FirstBatch:
     nothing. Copies and pickles of a model do nothing with it.
 
     Args:
-        store: What ranks share; without one, nothing is done.
-        index: Index of this rank among the ranks that see different samples.
-        size: Number of these ranks.
-        compares: Whether this rank compares.
+        left: What ranks share; without it, nothing is done.
     """
 
-    def __init__(self, store: Store | None = None, *, index: int = 0, size: int = 1, compares: bool = False) -> None:
-        self._store = store
-        self._index = index
-        self._size = size
-        self._compares = compares
+    def __init__(self, left: _Left | None = None) -> None:
+        self._left = left
         self._num_forwards = 0
         self.handle: RemovableHandle | None = None
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or self._store is None or not model.training or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or self._left is None or not model.training or not torch.is_grad_enabled():
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a copy to the host would end the capture
         self._num_forwards += 1
-        is_over = True
-        with contextlib.suppress(RuntimeError):  # the store's errors: nothing depends on this
-            if self._num_forwards == 1:
-                self._store.set(str(self._index), digest_of((args, kwargs)))
-                is_over = not self._compares
-            elif _is_turn(self._num_forwards):
-                is_over = self._compare(self._store) or self._num_forwards >= _MOST_FORWARDS
-            else:
-                is_over = False
-        if is_over:
-            self._store = None
-            if self.handle is not None:
-                self.handle.remove()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FirstBatch, ()
-
-    def _compare(self, store: Store) -> bool:
-        """Say which ranks have equal batches; return False where some have not had one yet."""
-        same = _ranks_by_value(store, self._size)
-        if same is None:
-            return False
-        for ranks in same.values():
+        for ranks in self._left.look(self._num_forwards, lambda: digest_of((args, kwargs))).values():
             if len(ranks) > 1:
                 log.warning(
                     "Data parallel %s got the same first batch: they compute the same gradients, where each should see "
@@ -162,53 +173,36 @@ class FirstBatch:
                     name_ranks(ranks),
                     extra=ANY_RANK,
                 )
-        return True
+        if self._left.is_over:
+            self._left = None
+            if self.handle is not None:
+                self.handle.remove()
 
-
-def _ranks_by_value(store: Store, size: int) -> dict[bytes, list[int]] | None:
-    """Return what ranks have left, unless empty, with their numbers; ``None`` if some have left nothing yet."""
-    keys = [str(index) for index in range(size)]
-    if not store.check(keys):
-        return None
-    found: dict[bytes, list[int]] = {}
-    for index, key in enumerate(keys):
-        found.setdefault(store.get(key), []).append(index)
-    found.pop(b"", None)
-    return found
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FirstBatch, ()
 
 
 class StreamWatch:
     """Says once that ranks begin with different items of a stream of which each takes its turn's items only.
 
     Args:
-        store: What ranks share.
-        rank: This rank.
+        left: What ranks share.
         world_size: Number of ranks.
     """
 
-    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
-        self._store: Store | None = store
-        self._rank, self._size = rank, world_size
+    def __init__(self, left: _Left, world_size: int) -> None:
+        self._left, self._size = left, world_size
 
     def at_batch(self, number: int, first: str | None) -> None:
         """Leave the digest of the first item at a pass's first batch; rank 0 compares at a later one."""
-        if self._store is None:
-            return
-        with contextlib.suppress(RuntimeError):  # the store's errors: nothing depends on this
-            if number == 1:
-                self._store.set(str(self._rank), first or "")
-            elif self._rank == 0 and _is_turn(number):
-                found = _ranks_by_value(self._store, self._size)
-                if found is not None and len(found) > 1:
-                    log.warning(
-                        "The ranks' streams begin with different samples, and each rank takes one of every %d of its "
-                        "own. If the data set splits itself between ranks, the others are lost: let it yield all "
-                        "samples on every rank, in the same order. Where it only augments them at random, all is well.",
-                        self._size,
-                        extra=ANY_RANK,
-                    )
-                if found is not None:
-                    self._store = None
+        if len(self._left.look(number, lambda: first or "")) > 1:
+            log.warning(
+                "The ranks' streams begin with different samples, and each rank takes one of every %d of its own. If "
+                "the data set splits itself between ranks, the others are lost: let it yield all samples on every "
+                "rank, in the same order. Where it only augments them at random, all is well.",
+                self._size,
+                extra=ANY_RANK,
+            )
 
 
 def digest_of(batch: Any, *, takes_plain: bool = False) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -105,23 +105,6 @@ def _check_closed(recorder: Recorder) -> None:
         raise LazyInitError(msg)
 
 
-class Source(Protocol):
-    """Where the values of some tensors come from."""
-
-    @property
-    def holders(self) -> Sequence[Holder]:
-        """The tensors, in the order of their names."""
-
-    def leave_out(self, absent: Collection[int]) -> None:
-        """Forget the values of parameters, by ``id`` of the tensor objects, that the model has lost since."""
-
-    def give(self, filling: Filling) -> None:
-        """Give each tensor its values.
-
-        Collective: every rank of the world, if the source is one rank's model.
-        """
-
-
 class Filling:
     """Takes values: of a tensor that has shards, their parts; of another one, all.
 
@@ -185,7 +168,7 @@ class Recording:
         source: Where its values come from.
     """
 
-    def __init__(self, model: nn.Module, source: Source) -> None:
+    def __init__(self, model: nn.Module, source: ReplaySource | HostSource) -> None:
         self._model, self._source = model, source
 
     @property
