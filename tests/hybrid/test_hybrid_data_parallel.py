@@ -200,10 +200,14 @@ def met_in_a_batch(sizes):
     return met
 
 
-def test_no_batch_of_a_pipeline_lets_all_ranks_meet_at_once():
-    """Stages of a replica meet, and replicas, before the batch and after it; and those that sum one bucket."""
-    for met in run_on_ranks(met_in_a_batch, 4, {"pp_size": 2}):
-        assert met == [("all_reduce", 2)] * 5
+@pytest.mark.parametrize(("size", "num_meetings"), [(2, 5), (4, 1)])
+def test_no_batch_of_a_pipeline_lets_all_ranks_meet_but_to_end_it(size, num_meetings):
+    """Stages of a replica meet, and replicas, before the batch and after it; and those that sum one bucket.
+
+    Stages that are all ranks tell each other of the batch in turn.
+    """
+    for met in run_on_ranks(met_in_a_batch, 4, {"pp_size": size}):
+        assert met == [("all_reduce", size)] * num_meetings
 
 
 def boost_twice(options):
