@@ -17,7 +17,7 @@ from booster_testing.models import tiny_llama
 
 def boosted(**options):
     booster = Booster(plugin=HybridParallelPlugin(**{"pp_size": 2, **options}))
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=4)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return booster, model, optimizer
 
@@ -148,9 +148,9 @@ def broken_loader():
     raise OSError(message)
 
 
-def step_through(make_on_last, *args):
-    booster, model, optimizer = boosted()
-    batches = make_on_last(*args) if torch.distributed.get_rank() else some_batches(3)
+def step_through(make, *args, failing=1, **options):
+    booster, model, optimizer = boosted(**options)
+    batches = make(*args) if torch.distributed.get_rank() == failing else some_batches(3)
     taken = 0
     while True:
         try:
@@ -162,6 +162,38 @@ def step_through(make_on_last, *args):
 
 def test_an_error_of_one_ranks_loader_raises_on_every_rank():
     expect_on_ranks(OSError, "the disk is gone", step_through, 2, broken_loader)
+
+
+def larger_batches():
+    yield from some_batches(1)
+    yield {name: torch.cat([each] * 3) for batch in some_batches(1) for name, each in batch.items()}
+
+
+STYLES = {"1f1b": {}, "zbv": {"pp_style": "zbv"}, "sharded": {"zero_stage": 2}, "by size": {"microbatch_size": 1}}
+
+
+@matrix(
+    ["0-end-1f1b", "1-error-zbv", "1-larger-by size"],
+    failing=[0, 1],
+    **{
+        "make, kind, message": named(
+            [
+                ((broken_loader,), OSError, "the disk is gone"),
+                ((some_batches, 1), StopIteration, ""),
+                ((larger_batches,), ConfigError, "Ranks 0, 1 work on one batch"),
+            ],
+            ["error", "end", "larger"],
+            joint=True,
+        ),
+    },
+    options=named(STYLES.values(), STYLES),
+)
+def test_what_a_batch_lacks_on_any_stage_raises_on_every_rank(failing, make, kind, message, options):
+    options = {**options, "failing": failing}
+    if kind is StopIteration:
+        assert run_on_ranks(step_through, 2, *make, **options) == [1, 1]
+    else:
+        expect_on_ranks(kind, message, step_through, 2, *make, **options)
 
 
 @pytest.mark.parametrize("count", [3, 2], ids=["everywhere", "on-one-rank"])

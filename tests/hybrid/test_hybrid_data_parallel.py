@@ -166,15 +166,18 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.parametrize(("size", "num_meetings"), [(2, 5), (4, 1)])
 @on_ranks(4)
-def test_no_batch_of_a_pipeline_lets_all_ranks_meet_at_once():
-    """Stages of a replica meet, and replicas, before the batch and after it; and those that sum one bucket."""
-    sizes = {"pp_size": 2}
+def test_no_batch_of_a_pipeline_lets_all_ranks_meet_but_to_end_it(size, num_meetings):
+    """Stages of a replica meet, and replicas, before the batch and after it; and those that sum one bucket.
+
+    Stages that are all ranks tell each other of the batch in turn.
+    """
     from booster_runtime import collectives
 
     torch.manual_seed(0)
     model, batch, policy = Layers(), {"x": torch.ones(4, 8)}, ShardingPolicy(layers=("layers",))
-    plugin = HybridParallelPlugin(**sizes, num_microbatches=4, custom_policy=policy, example_batch=batch)
+    plugin = HybridParallelPlugin(pp_size=size, num_microbatches=4, custom_policy=policy, example_batch=batch)
     booster = Booster("cpu", plugin=plugin)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     met: list[tuple[str, int]] = []
@@ -200,7 +203,7 @@ def test_no_batch_of_a_pipeline_lets_all_ranks_meet_at_once():
     finally:
         for name, original in originals.items():
             setattr(collectives, name, original)
-    assert met == [("all_reduce", 2)] * 5
+    assert met == [("all_reduce", size)] * num_meetings
 
 
 def boost_twice(options):

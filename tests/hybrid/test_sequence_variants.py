@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -18,6 +19,7 @@ from cases import (
     train_plainly,
     zoo_case,
 )
+from flex_on_cpus import flex_on_cpus
 from isolated_libraries import import_quietly
 from log_records import Records
 from matrix import matrix, named
@@ -187,10 +189,16 @@ def test_layers_between_two_sequences_are_computed_again(options, switch):
     run_on_ranks(run_or_refused, 2, computed_again, "t5", options, switch, timeout_seconds=120)
 
 
-def packed(options):
+def packed(options, attending=contextlib.nullcontext):
     """Documents after each other in one row see only themselves."""
     expected = build("window")
     booster, model, optimizer = boost(copy.deepcopy(expected), options)
+    with attending() as calls:
+        assert_documents_are_apart(booster, model, optimizer, expected)
+    return calls
+
+
+def assert_documents_are_apart(booster, model, optimizer, expected):
     batch = batch_of(12, None, 0)
     positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(4, -1)
     batch["labels"][:, 5] = -100  # the first of a document is nobody's next
@@ -204,6 +212,12 @@ def packed(options):
 @MODES
 def test_packed_documents_train_as_separate_ones(options):
     run_on_ranks(packed, 2, options)
+
+
+@pytest.mark.parametrize(("options", "size"), [(ULYSSES, 12), (RING, 6)], ids=["all_to_all", "ring_attn"])
+def test_packed_documents_train_by_flex_attention(options, size):
+    for calls in run_on_ranks(packed, 2, options, flex_on_cpus, timeout_seconds=120):
+        assert set(calls) == {(size, size)}
 
 
 def fitted_rows(number, replica):

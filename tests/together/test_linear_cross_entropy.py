@@ -20,7 +20,7 @@ from booster_runtime import (
     linear_cross_entropy,
     train_batch,
 )
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import tolerance_for
 from booster_testing.models import tiny_llama
 

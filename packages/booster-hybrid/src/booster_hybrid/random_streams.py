@@ -280,7 +280,7 @@ class MicrobatchStreams:
     def __init__(self, seed: int, microbatch: int, device: torch.device, *, host: bool = False) -> None:
         self._base = mixed_seed(seed, microbatch)
         self._device, self._host = device, host
-        self._outer: list[tuple[_States, AbstractContextManager[None]]] = []
+        self._outer: list[tuple[_States, AbstractContextManager[None] | None]] = []
 
     def begin(self) -> None:
         """Begin a forward of the model."""
@@ -299,8 +299,9 @@ class MicrobatchStreams:
             gives_back: Whether `leave` will be called.
         """
         if gives_back:
-            around = preserve_generators() if self._host else contextlib.nullcontext()
-            around.__enter__()
+            around = preserve_generators() if self._host else None
+            if around is not None:
+                around.__enter__()
             self._outer.append((_states(self._device), around))
         self._seed(number)
 
@@ -308,7 +309,8 @@ class MicrobatchStreams:
         """Go on to draw where `enter` was called."""
         states, around = self._outer.pop()
         _restore(states, self._device)
-        around.__exit__(None, None, None)
+        if around is not None:
+            around.__exit__(None, None, None)
 
     def _seed(self, number: int) -> None:
         seed = mixed_seed(self._base, number)
@@ -353,7 +355,7 @@ def drawing_alike(replica: Axis, device: torch.device) -> Iterator[None]:
 
 
 def _states(device: torch.device) -> _States:
-    host = torch.get_rng_state()
+    host = torch.default_generator.get_state()
     return host, None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
@@ -364,7 +366,7 @@ def _reseed(seed: int, device: torch.device) -> None:
 
 
 def _restore(states: _States, device: torch.device) -> None:
-    torch.set_rng_state(states[0])
+    torch.default_generator.set_state(states[0])
     if states[1] is not None:
         torch.get_device_module(device).set_rng_state(states[1], device)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -169,14 +169,26 @@ _errors: ContextVar[list[AbsentValueError] | None] = ContextVar("booster absent 
 """Where the errors of a run are noted, as the model's own code may catch them."""
 
 
-@contextlib.contextmanager
-def letting_through(forms: ResultForms | None) -> Iterator[None]:
-    """Let operations on absent tensors return such tensors inside; with ``None`` they raise."""
-    token = _forms.set(forms)
-    try:
-        yield
-    finally:
-        _forms.reset(token)
+class letting_through:  # noqa: N801 - a function for who uses it; around each layer, where a generator costs more
+    """Let operations on absent tensors return such tensors inside; with ``None`` they raise.
+
+    Args:
+        forms: What they return.
+    """
+
+    __slots__ = ("_forms", "_token")
+    _token: Token[ResultForms | None]
+
+    def __init__(self, forms: ResultForms | None) -> None:
+        self._forms = forms
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._token = _forms.set(self._forms)
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        _forms.reset(self._token)
 
 
 @contextlib.contextmanager

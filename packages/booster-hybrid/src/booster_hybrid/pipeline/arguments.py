@@ -41,6 +41,10 @@ class ArgumentNames:
         index = self._index_of.get(name, len(args))
         return args[index] if index < len(args) else kwargs.get(name)
 
+    def is_first(self, name: str) -> bool:
+        """Return whether a name is that of the first positional argument."""
+        return self._index_of.get(name) == 0
+
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors among the arguments of a call, those in containers as well, by path."""
         return {path: leaf for path, leaf in self.leaves(args, kwargs) if isinstance(leaf, torch.Tensor)}

@@ -569,7 +569,10 @@ class StagedModel:
         Raises:
             ConfigError: If no stage is active, and this rank lacks some of the layers.
         """
+        # Called for each layer before the stage, of which a model may have many, in each microbatch.
         stage, position = self._active, layer_forward.position
+        if stage is not None and position < stage.first:
+            return layer_forward.pass_through(args, kwargs)
         forward = forward or layer_forward.forward
         if stage is None:
             if not self.hollow:
@@ -584,11 +587,9 @@ class StagedModel:
             raise self._skipped(stage, stage.last, f"with which stage {stage.index + 1} begins")
         if position > stage.first > 0 and self._is_forward and not self._has_begun:
             raise self._skipped(stage, stage.first, "with which it begins")
-        if position < stage.first:
-            return layer_forward.pass_through(args, kwargs)
         if position == stage.last:
             raise StageEnd(self._payload(stage, layer_forward, args, kwargs))
-        with outside_of(self._mode), letting_through(None):
+        with contextlib.nullcontext() if self._mode is None else outside_of(self._mode), letting_through(None):
             if position == stage.first:
                 self._has_begun = True
                 if position > 0:
@@ -755,6 +756,7 @@ class _LayerForward:
         self._may_be_tried = may_be_tried
         # The argument that the output is like, where that is all there is to tell of it, as of most layers.
         self._like = layer.returned.argument if layer.returned.has_shapes and not layer.writes else None
+        self._is_like_first = self._like is not None and self.names.is_first(self._like)
         self.is_open = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -775,12 +777,12 @@ class _LayerForward:
     def pass_through(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what stands for the layer's output where it is not run: of the same form, without its values."""
         is_watched = self.calls.is_watched
-        if self._may_be_tried and not self.layer.returned.has_shapes:
-            return self.calls.result(self._staged.forms, args, kwargs)
         if self._like is not None and not is_watched:
-            value = self.names.get(self._like, args, kwargs)
+            value = args[0] if args and self._is_like_first else self.names.get(self._like, args, kwargs)
             if isinstance(value, torch.Tensor):
                 return absent_like(ActivationMeta.of(value), self._origin)
+        if self._may_be_tried and not self.layer.returned.has_shapes:
+            return self.calls.result(self._staged.forms, args, kwargs)
         if self.layer.writes:
             self._refuse_writes(dict(self.names.leaves(args, kwargs)))
         arguments = self._arguments(args, kwargs)

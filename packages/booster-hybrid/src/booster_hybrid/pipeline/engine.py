@@ -145,11 +145,16 @@ class PipelineEngine:
         Collective: every rank of the world.
         """
         with NamedCall("execute_pipeline"):
-            parts, sizes, most, seed = self._split_together(batches)
+            taken = self._take(batches)
+            most, seed = self._agree(taken)
+            if not taken.parts:  # the first rank has none, and all others have heard of that
+                self._raise_together(taken.error, optimizer)
+            parts, sizes = taken.parts, taken.sizes
             schedule = self.schedule(len(parts))
             self._warn_if_idle(schedule)
             shares = [size / sum(sizes) for size in sizes]
-            means = None if are_parts_weighed() or len(parts) == 1 else LabelMeans(parts, shares)
+            is_weighed = are_parts_weighed() or len(parts) == 1 or taken.has_failed
+            means = None if is_weighed else LabelMeans(parts, shares)
             run = PipelineRun(
                 self.staged,
                 schedule,
@@ -166,6 +171,8 @@ class PipelineEngine:
                 reads=None if optimizer is None else self._outside_reads,
                 **self._run_options,
             )
+            if taken.has_failed:
+                run.fail(taken.error)
             if optimizer is not None:
                 run.loss_factor = optimizer.begin_batch(most)
             with self._gathered(), self._kept_generators():
@@ -219,26 +226,41 @@ class PipelineEngine:
         with kept_streams(self._device), preserve_generators() if self._draws_on_host else contextlib.nullcontext():
             yield
 
-    def _split_together(self, batches: Iterator[Any]) -> tuple[list[Any], list[int], int, int]:
-        """Return the next batch's microbatches.
-
-        Returns:
-            The microbatches, their sizes, the largest number of microbatches on any rank, and the number from which
-            the batch's random numbers are made.
-
-        Collective: every rank of the world.
-        """
+    def _take(self, batches: Iterator[Any]) -> _Taken:
+        """Take the next batch, and note what this rank finds of it."""
         self._num_batches += 1
         taken = _Taken()
         try:
-            self._take(batches, taken)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank below
-            taken.error = caught
+            batch = next(batches)
+            taken.checksum = checksum_of(batch, self._num_batches)
+            batch = move_batch(batch, self._device)
+            taken.parts, taken.sizes = cut_batch(batch, self._config, self._split_hook, self._entries.check)
+        except Exception as caught:  # noqa: BLE001 - carried to every rank
+            taken.error, taken.has_failed = caught, True
+        return taken
+
+    def _agree(self, taken: _Taken) -> tuple[int, int]:
+        """Compare what the ranks have taken.
+
+        A pipeline that is alone tells each rank what the ranks before have; one that differs, or has failed, goes
+        through the batch as one that fails in it. Others meet before: ranks that share a stage communicate in it.
+
+        Returns:
+            The largest number of microbatches on any rank, and the number from which the batch's random numbers are
+            made.
+
+        Raises:
+            ConfigError: If ranks of other pipelines, or of one stage, have other batches.
+            Exception: What such a rank raised.
+
+        Collective: every rank of the world.
+        """
         # Data parallel ranks may have other batches, of other sizes; those that work on the same batch may not.
-        own_seed = next_seed()  # on each rank, so that their generators stay alike
+        seed = next_seed()  # on each rank, so that their generators stay alike
+        if self._data.size == 1 and not self._sharing:
+            return self._agree_in_turn(taken, seed)
         num_parts, number = len(taken.parts), taken.checksum
-        told = [taken.error is not None, num_parts, -num_parts, number, -number]
-        told.append(own_seed if self._replica.index == 0 else 0)
+        told = [taken.has_failed, num_parts, -num_parts, number, -number, 0 if self._replica.index else seed]
         has_failed, most, least, highest, lowest, seed = self._largest(told, self._replica)
         if not has_failed and (highest, most) != (-lowest, -least):
             taken.error, has_failed = different_batches(list(self._replica.ranks)), True
@@ -253,7 +275,23 @@ class PipelineEngine:
                 "each other the tokens of each. Use `num_microbatches`, or batches of the same size on all ranks."
             )
             raise ConfigError(msg)
-        return taken.parts, taken.sizes, most, seed
+        return most, seed
+
+    def _agree_in_turn(self, taken: _Taken, seed: int) -> tuple[int, int]:
+        """Compare what this rank has taken with what the ranks before have; see `_agree`."""
+
+        def compared(before: list[int]) -> list[int]:
+            has_failed, count, checksum, seed = before
+            if not (has_failed or taken.has_failed) and (count, checksum) != (len(taken.parts), taken.checksum):
+                taken.error = different_batches(list(self._replica.ranks))
+            taken.has_failed = bool(has_failed or taken.error)
+            if taken.has_failed:  # the others go through their schedule, and wait for what is due in that
+                taken.parts, taken.sizes = [None] * count, [1] * count
+            return [taken.has_failed, count, checksum, seed]
+
+        own = [taken.has_failed, len(taken.parts), taken.checksum, seed]
+        _, most, _, seed = self._link.hand_on(own, compared)
+        return most, seed
 
     def _largest(self, values: Sequence[int], axis: Axis) -> list[int]:
         """Return the largest one of the ranks of an axis for each number; two axes cost less than the world at once.
@@ -266,13 +304,6 @@ class PipelineEngine:
         collectives.all_reduce(told, dist.ReduceOp.MAX, axis.group).wait()
         found: list[int] = told.tolist()
         return found
-
-    def _take(self, batches: Iterator[Any], taken: _Taken) -> None:
-        """Take the next batch, and note what this rank finds of it."""
-        batch = next(batches)
-        taken.checksum = checksum_of(batch, self._num_batches)
-        batch = move_batch(batch, self._device)
-        taken.parts, taken.sizes = cut_batch(batch, self._config, self._split_hook, self._entries.check)
 
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
         (has_failed,) = self._largest(self._largest([error is not None], self._replica), self._data)
@@ -307,9 +338,11 @@ class _Taken:
         sizes: Their numbers of samples.
         checksum: What tells it from other batches.
         error: What went wrong.
+        has_failed: Whether something did, here or on a rank that has told of it.
     """
 
     parts: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     checksum: int = 0
     error: Exception | None = None
+    has_failed: bool = False

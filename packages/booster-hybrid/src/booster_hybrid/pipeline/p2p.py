@@ -37,7 +37,7 @@ from booster_runtime.collectives import WAITS, new_groups
 from booster_runtime.memory import CopyStream
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 _MOST_DIMS = 8
 _FIELDS = 4 + _MOST_DIMS
 """Header entries for each tensor: present, differentiable, dtype, number of dimensions, sizes."""
+_MOST_HEADERS = 64
+"""Headers that are kept for messages that look alike."""
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -164,6 +166,7 @@ class P2PChannel:
         self._asks_ahead = device.type == "cpu"
         self._receives = CopyStream(device)
         self._sent: dict[SendHandle, None] = {}
+        self._headers: dict[tuple[tuple[int, ...], ...], Tensor] = {}
         self._expected: dict[int, deque[_Expected]] = {}
         self._usual_to: dict[int, _ShapeHint] = {rank: _ShapeHint() for rank in range(len(ranks))}
         self._usual_from: dict[int, _ShapeHint] = {rank: _ShapeHint() for rank in range(len(ranks))}
@@ -198,8 +201,7 @@ class P2PChannel:
         follow = [given[name] for name in self._names if name in given and given[name].numel()]
         layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in follow)
         asked = self._usual_to[to].of(kind) if self._asks_ahead else ()
-        rows = [(tensors is None,), *(_described(given.get(name)) for name in self._names)]
-        header = torch.tensor([[*row, *[0] * (_FIELDS - len(row))] for row in rows]).to(self._header_device)
+        header = self._header(((tensors is None,), *(_described(given.get(name)) for name in self._names)))
         parts = [tensor.detach().contiguous() for tensor in follow]
         if layout != asked:
             parts = [torch.zeros(shape, dtype=dtype, device=self._device) for dtype, shape in asked] + parts
@@ -210,6 +212,28 @@ class P2PChannel:
         sent = SendHandle([self._start(part, to) for part in parts])
         self._sent[sent] = None
         return sent
+
+    def hand_on(self, own: Sequence[int], after: Callable[[list[int]], list[int]]) -> list[int]:
+        """Return what this rank makes of numbers that come from the first rank, each rank handing on what it makes.
+
+        Args:
+            own: The first rank's numbers; on others, of the same length.
+            after: Called with what the rank before has made, on all ranks but the first.
+
+        Collective: every rank of the pipeline; nothing else is expected of the rank before meanwhile.
+        """
+        made = [*own]
+        if self._index > 0:
+            work, told = self._ask(
+                torch.empty(len(made), dtype=torch.int64, device=self._header_device), self._index - 1
+            )
+            with WAITS:
+                work.wait()
+            made = after(told.tolist())
+        if self._index + 1 < len(self._ranks):
+            told = torch.tensor(made, dtype=torch.int64, device=self._header_device)
+            self._sent[SendHandle([self._start(told, self._index + 1)])] = None
+        return made
 
     def expect(self, sender: int, kind: Hashable = None) -> None:
         """Ask for the next message from a rank, so that it travels while something else is done.
@@ -282,6 +306,16 @@ class P2PChannel:
         """Return once everything that was sent has left."""
         for sent in [*self._sent]:
             self.release(sent)
+
+    def _header(self, rows: tuple[tuple[int, ...], ...]) -> Tensor:
+        """Return the header of some rows; the one before, which nobody writes to, where they are the same."""
+        known = self._headers.get(rows)
+        if known is None:
+            if len(self._headers) >= _MOST_HEADERS:
+                self._headers.clear()
+            known = torch.tensor([[*row, *[0] * (_FIELDS - len(row))] for row in rows]).to(self._header_device)
+            self._headers[rows] = known
+        return known
 
     def _rooms(self, layout: Layout) -> list[Tensor]:
         return [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in layout]

@@ -206,6 +206,10 @@ class PipelineRun:
         self.peak_live = 0
         self.loss_factor = 1
 
+    def fail(self, error: Exception | None) -> None:
+        """Begin as a rank that has failed; without an error, because another one has."""
+        self._has_failed, self.error = True, error
+
     def run(self) -> None:
         """Do this rank's part of the batch; look at `error` afterwards.
 

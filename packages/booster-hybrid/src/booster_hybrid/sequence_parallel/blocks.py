@@ -68,6 +68,12 @@ def find_blocks(
         yield Block(samples, queries, keys, kind, *positions, number)
 
 
+def whole_block(own: Sequence[_Range], theirs: Sequence[_Range], number: int) -> Iterator[Block]:
+    """Yield all of this rank's queries and of a visiting rank's keys as one block, for a kernel that takes rules."""
+    for samples, queries, keys, _, positions in _everything(own, theirs):
+        yield Block(samples, queries, keys, "some", *positions, number)
+
+
 _Found = tuple[slice, slice, slice, str, tuple["_Range", "_Range"]]
 _ALL = slice(None)
 _NOWHERE = ((0, 0), (0, 0))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from booster_core.errors import ConfigError
+from booster_hybrid.sequence_parallel.flex_kernel import make_block_mask
 from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class SequenceMask:
     arguments: Mapping[str, Any]
     _whole: tuple[Tensor | None] | None = field(default=None, repr=False)
     _kinds: dict[tuple[_Range, _Range], list[tuple[slice, list[str]]]] = field(default_factory=dict, repr=False)
+    block_masks: dict[tuple[Sequence[_Range], Sequence[_Range]], Any] = field(default_factory=dict, repr=False)
 
     ndim = 0
     """Models that add biases to masks of four dimensions pass them to their layers instead."""
@@ -113,6 +115,16 @@ class SequenceMask:
         assert made is not None, "a mask that may not be left out is there"
         return made
 
+    def padded_rule(self) -> Callable[..., Tensor]:
+        """Return the rule that hides padding, too."""
+        if self.padding is None:
+            return self.rule
+        from transformers.masking_utils import and_masks, padding_mask_function
+
+        padding = torch.nn.functional.pad(self.padding, (0, self.key_length - self.padding.shape[1]))
+        made: Callable[..., Tensor] = and_masks(self.rule, padding_mask_function(padding))
+        return made
+
     def kinds(self, queries: _Range, keys: _Range, tiles: Sequence[_Range]) -> list[tuple[slice, list[str]]]:
         """Return what a range of queries sees of tiles of keys; kept for all layers.
 
@@ -159,6 +171,7 @@ class Visibility:
     Attributes:
         is_causal: Whether no query sees a later key; ``False`` may mean that it is not known.
         is_plain: Whether nothing else masks anything.
+        has_rule: Whether a rule says who may see whom, and nothing is added to scores.
     """
 
     def __init__(self, mask: SequenceMask | Tensor | None, *, is_causal: bool) -> None:
@@ -167,6 +180,8 @@ class Visibility:
         self.is_plain = mask is None
         if isinstance(mask, SequenceMask):
             self.is_causal, self.is_plain = mask.is_causal, mask.is_plain
+        self.has_rule = not self.is_plain and not (isinstance(mask, torch.Tensor) and mask.dtype != torch.bool)
+        self._block_masks = mask.block_masks if isinstance(mask, SequenceMask) else {}
 
     def kinds(
         self, queries: _Range, keys: _Range, tiles: Sequence[_Range]
@@ -187,6 +202,33 @@ class Visibility:
             rows = self._mask[..., slice(*queries), :]
             found = kinds_of(lambda span: rows[..., slice(*span)], queries, tiles)
         return [(samples, list(zip(tiles, kinds, strict=True))) for samples, kinds in found]
+
+    def block_mask(self, queries: Sequence[_Range], keys: Sequence[_Range], device: torch.device) -> Any:
+        """Return who may see whom of ranges of queries and of keys, as `FlexKernel` takes it; made once.
+
+        Args:
+            queries: Positions of the queries.
+            keys: Those of the keys.
+            device: Where it is used.
+        """
+        known = self._block_masks.get((queries, keys))
+        if known is None:
+            known = make_block_mask(*self._rule(), queries, keys, device)
+            self._block_masks[queries, keys] = known
+        return known
+
+    def _rule(self) -> tuple[Callable[..., Tensor], tuple[int, int]]:
+        """Return whether a query may see a key, and the numbers of samples and heads between which that differs."""
+        if isinstance(self._mask, SequenceMask):
+            return self._mask.padded_rule(), (self._mask.batch_size, 1)
+        mask = self._mask
+        assert mask is not None, "what has no mask has no rule"
+        samples, heads = mask.shape[:2]
+
+        def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return mask[sample % samples, head % heads, query, key]
+
+        return sees, (samples, heads)
 
     def of_heads(self, first: int, last: int) -> Visibility:
         """Return who may attend to whom by some of the heads."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from booster_hybrid.sequence_parallel.blocks import find_blocks
+from booster_hybrid.sequence_parallel.blocks import find_blocks, whole_block
+from booster_hybrid.sequence_parallel.flex_kernel import FlexKernel, takes_rules
 from booster_hybrid.sequence_parallel.kernels import (
     ExplicitScores,
     FusedKernel,
@@ -29,7 +30,7 @@ from booster_hybrid.sequence_parallel.kernels import (
 from booster_hybrid.sequence_parallel.ring import GradientRing, visits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -79,18 +80,26 @@ class AttentionCall:
 class _Settings:
     """What both passes need in addition to tensors: the call, and the kernel that computes a block."""
 
-    def __init__(self, call: AttentionCall, kernel: FusedKernel | ExplicitScores) -> None:
+    def __init__(self, call: AttentionCall, kernel: FusedKernel | ExplicitScores | FlexKernel) -> None:
         self.visibility, self.group, self.kernel = call.visibility, call.group, kernel
         self.layout, self.key_layout = call.layouts
 
     def blocks(self, sender: int, bias: Tensor | None) -> Iterator[Block]:
         """Yield the blocks of this rank's queries and a rank's keys, the same ones in both passes."""
-        own, theirs = self.layout.ranges[self.group.rank], self.key_layout.ranges[sender]
+        own, theirs = self._ranges(sender)
+        if isinstance(self.kernel, FlexKernel):
+            return whole_block(own, theirs, sender * _MOST_BLOCKS)
         is_cut = self.kernel.is_cut or bias is not None
         return find_blocks(own, theirs, self.visibility, first_number=sender * _MOST_BLOCKS, is_cut=is_cut)
 
-    def mask(self, block: Block, bias: Tensor | None, device: torch.device) -> Tensor | None:
+    def _ranges(self, sender: int) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
+        """Return where this rank's queries and a rank's keys are in their sequences."""
+        return self.layout.ranges[self.group.rank], self.key_layout.ranges[sender]
+
+    def mask(self, block: Block, bias: Tensor | None, device: torch.device) -> Any:
         """Return what may be seen in a block, or what is added to its scores."""
+        if isinstance(self.kernel, FlexKernel):
+            return self.visibility.block_mask(*self._ranges(block.number // _MOST_BLOCKS), device)
         mask = self.visibility.mask(block.query_range, block.key_range, device) if block.kind == "some" else None
         if mask is not None:
             mask = mask[block.samples]  # of one for all samples, all
@@ -122,17 +131,31 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCal
     """
     scaling = 1.0 / math.sqrt(query.shape[-1]) if call.scaling is None else call.scaling
     trains_bias = call.bias is not None and call.bias.requires_grad
-    kernel: FusedKernel | ExplicitScores
-    if can_fuse(query, dropout=call.dropout, softcap=call.softcap, needs_bias_gradient=trains_bias):
+    kernel: FusedKernel | ExplicitScores | FlexKernel
+    is_ruled = call.visibility.has_rule and call.bias is None and not call.dropout and call.softcap is None
+    if is_ruled and takes_rules(query, value):
+        kernel = FlexKernel(scaling)
+    elif can_fuse(query, dropout=call.dropout, softcap=call.softcap, needs_bias_gradient=trains_bias):
         kernel = FusedKernel(scaling)
     else:
         seed = int(torch.randint(2**62, ())) if call.dropout else 0
         kernel = ExplicitScores(scaling, call.softcap, call.dropout, seed, trains_bias)
+    settings = _Settings(call, kernel)
     with torch.autocast(query.device.type, enabled=False):  # kernels are given formats on purpose
-        outputs: Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
-            query, key, value, call.bias, call.sinks, _Settings(call, kernel)
-        )
+        if isinstance(kernel, FlexKernel) and call.group.size == 1:
+            return _at_once(query, key, value, call.sinks, settings)
+        outputs: Tensor = _Ring.apply(query, key, value, call.bias, call.sinks, settings)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _at_once(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, settings: _Settings) -> Tensor:
+    """Return what queries find among all keys, by one call whose backward is its own."""
+    assert isinstance(settings.kernel, FlexKernel), "other kernels' backward takes what was merged"
+    (block,) = settings.blocks(0, None)
+    outputs, logarithms = settings.kernel.attend(query, key, value, settings.mask(block, None, query.device))
+    if sinks is None:
+        return outputs
+    return (outputs * (logarithms - sinks.view(1, -1, 1)).sigmoid().unsqueeze(-1)).to(query.dtype)
 
 
 class _Ring(torch.autograd.Function):

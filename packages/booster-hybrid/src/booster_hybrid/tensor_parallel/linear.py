@@ -148,7 +148,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, entered: Tensor, entry: ColumnEntry, module: nn.Module) -> Tensor:
         ctx.entry, ctx.index = entry, entry.modules.index(module)
-        weight, bias = _parameters(module)
+        weight, bias = entry.parameters[ctx.index]
         if entry.product_dtype is None:
             outputs = nn.functional.linear(entered, weight.t() if entry.is_transposed else weight, bias)
         else:
@@ -176,6 +176,7 @@ class ColumnEntry:
 
     Attributes:
         modules: As above.
+        parameters: Their weights and biases.
         waiting: Which gradients of parameters wait.
         needs_source: Whether the input has a gradient.
         product_dtype: The format of autocast, if it is on.
@@ -189,7 +190,7 @@ class ColumnEntry:
 
     def __init__(self, siblings: ColumnSiblings, modules: Sequence[nn.Module]) -> None:
         self._siblings, self.modules = siblings, modules
-        self._parameters = [_parameters(each) for each in modules]
+        self.parameters = [_parameters(each) for each in modules]
         self._rows: list[tuple[int, Tensor]] = []
         self._total: Tensor | None = None
         self.group, self.is_transposed = siblings.group, siblings.is_transposed
@@ -201,10 +202,12 @@ class ColumnEntry:
             source: The input.
             split: Where the weights' gradients may wait; ``None`` computes them with the input's.
         """
-        for parameter in (each for both in self._parameters for each in both if each is not None):
+        for weight, bias in self.parameters:
             # Where updated parameters are still being gathered, a call of torch's waits for its arguments.
-            parameter.dim()
-        own = [self._siblings.parameters(each) for each in self.modules]
+            weight.dim()
+            if bias is not None:
+                bias.dim()
+        own = list(map(self._siblings.shared, self.modules, self.parameters))
         flat = [*(weight for weight, _ in own), *(bias for _, bias in own)]
         self.waiting = None if split is None else split.waiting(source, flat)
         gathered = self._siblings.gathered if self.waiting is None else None  # what waits keeps the whole input
@@ -216,7 +219,7 @@ class ColumnEntry:
 
     def has(self, module: nn.Module) -> bool:
         """Return whether a layer's parameters have passed by, as they are."""
-        (weight, bias), (own_weight, own_bias) = self._parameters[self.modules.index(module)], _parameters(module)
+        (weight, bias), (own_weight, own_bias) = self.parameters[self.modules.index(module)], _parameters(module)
         return weight is own_weight and bias is own_bias
 
     def add(self, index: int, row: Tensor, weight: Tensor | None) -> None:
@@ -318,9 +321,13 @@ class ColumnSiblings:
 
     def parameters(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
         """Return a layer's weight and bias for one use."""
-        weight, bias = _parameters(module)
+        return self.shared(module, _parameters(module))
+
+    def shared(self, module: nn.Module, given: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        """Return a layer's weight and bias, whose gradients come together where ranks share parts of them."""
         if module not in self._shares:
-            return weight, bias
+            return given
+        weight, bias = given
         of_weight, of_bias = self._shares[module]
         if of_weight is not None:
             weight = used(weight, of_weight, self._sharers)
@@ -403,7 +410,9 @@ class ColumnSiblings:
 
 
 def _parameters(module: Any) -> tuple[Tensor, Tensor | None]:
-    return module.weight, module.bias
+    own = module._parameters  # noqa: SLF001 - called several times a layer, where `__getattr__` is slow
+    weight, bias = own.get("weight"), own.get("bias")
+    return module.weight if weight is None else weight, module.bias if bias is None else bias
 
 
 def _version(tensor: Tensor | None) -> int:
