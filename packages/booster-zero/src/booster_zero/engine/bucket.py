@@ -339,14 +339,11 @@ class Bucket:
 
     # ---- whole values that are always here
 
-    def adopt_writes(self, names: Mapping[int, str]) -> None:
-        """Take in what somebody else has written into the parameters since the last update, such as loaded values.
-
-        All working values of this rank's slice are compared: what is written through ``.data`` leaves no other trace.
-        Where the optimizer's are on the host, sums tell on the device whether there is anything to bring there.
+    def check_place(self, names: Mapping[int, str]) -> None:
+        """Check that the parameters are still views of the whole values.
 
         Raises:
-            ConfigError: If a parameter has left the bucket: updates would not reach it any more.
+            ConfigError: If one has left the bucket: updates would not reach it any more.
         """
         assert self.whole is not None, "asked of what is always whole"
         start, itemsize = self.whole.data_ptr(), self.whole.element_size()
@@ -357,8 +354,14 @@ class Bucket:
             if offset is not None and parameter.data_ptr() != start + offset and parameter.requires_grad:
                 name = names[self.plan.slots[position].index]
                 raise _left(name, "Copy values into it in place, for example with `parameter.copy_(values)`.")
-        if self._sums is None or not torch.equal(self._sums, bit_sums(self.own)):
-            self.take_working_values()
+
+    def is_written(self) -> Tensor | None:
+        """Return a flag, where forward runs, of values that somebody has written since they came from the host.
+
+        All of this rank's are in it: what is written through ``.data`` leaves no other trace. ``None`` where nothing
+        has come from the host, so that `take_working_values` itself tells.
+        """
+        return None if self._sums is None else (bit_sums(self.own) != self._sums).any()
 
     def note_arrived(self) -> None:
         """Take note that the values are here which the optimizer has sent from the host."""
