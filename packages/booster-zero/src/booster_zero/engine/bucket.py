@@ -837,6 +837,33 @@ class Bucket:
         for piece, before in zip(self.pieces, shown, strict=True):
             piece.values.grad = before
 
+    def take_assigned(self, names: Mapping[int, str]) -> None:
+        """Bring values back that an optimizer has given other memory, by ``parameter.data = ...``. All is in use.
+
+        Args:
+            names: The parameters' names, by number.
+
+        Raises:
+            ConfigError: If they have another shape.
+        """
+        values = self.values
+        start, itemsize = values.data_ptr(), values.element_size()
+        for piece in self.pieces:
+            found = piece.values
+            if found.numel() and found.data_ptr() == start + piece.begin * itemsize:
+                continue
+            place = values[piece.begin : piece.begin + piece.stop - piece.start]
+            if found.numel() != place.numel():
+                msg = (
+                    f"The optimizer has given '{names[piece.index]}' {found.numel()} values in place of "
+                    f"{place.numel()}. Let it write into the parameter, as by `parameter.copy_(values)`."
+                )
+                raise ConfigError(msg)
+            shape = self.parameters[self.position_of[piece.index]].shape if piece.is_whole else place.shape
+            place = place.view(shape)
+            place.copy_(found.data.view(shape))
+            found.data = place
+
     def _bring_whole_state(self) -> None:
         """Move state that is not elementwise, and so in no buffer, to where the optimizer steps this time."""
         device = self.values.device
