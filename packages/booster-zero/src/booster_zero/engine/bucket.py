@@ -130,7 +130,7 @@ class Bucket:
         self._user = _nobody if user is None else weakref.ref(user)
         self._arriving: Pending | None = None  # the whole values
         self._shown: list[Tensor] | None = None  # what parameters are shown, as long as the whole values stay
-        self._sums: Tensor | None = None  # of the slice as it came from the host
+        self._sums: Tensor | None = None  # of the slice as the optimizer's values were rounded to it
         self._offsets: list[int | None] | None = None  # of the parameters that take memory, in bytes
         self._used: Mapping[int, bool] = {}
         self._number = next(_numbers)
@@ -170,6 +170,7 @@ class Bucket:
                 place = self.whole[begin:end].view(shape)
                 place.copy_(parameter.data)
                 parameter.data = place
+            self._note_sums()
             return
         if taken and self.has_copy:
             self.own.copy_(self.values)
@@ -310,10 +311,13 @@ class Bucket:
                 self._sent = self.memory.write(self._own, self.values)
         return self._sent
 
-    def take_working_values(self) -> None:
+    def take_working_values(self, written: Tensor | None = None) -> None:
         """Bring the optimizer's values up to date with the slice in the working format. Both are in use.
 
         Where a master rounds to the working value that is there, it is the truer of the two, and stays.
+
+        Args:
+            written: A flag, where forward runs, that is zero where nothing is to be taken.
         """
         if not self.has_copy:
             return
@@ -322,11 +326,16 @@ class Bucket:
         for start in range(0, self.numel, _BLOCK_NUMEL):
             values = self.values[start : start + _BLOCK_NUMEL]
             own = self.own[start : start + _BLOCK_NUMEL].to(values.device)
-            rounded = room[: len(own)].copy_(values)
-            # Words of 8 bytes, at which slices begin and end; a device would stop the host to tell.
-            if own.device.type == "cpu" and torch.equal(rounded.view(torch.int64), own.view(torch.int64)):
-                continue
-            torch.where(rounded == own, values, own.to(values.dtype), out=values)
+            stays = room[: len(own)].copy_(values) == own
+            if written is not None:
+                stays |= ~written
+            torch.where(stays, values, own.to(values.dtype), out=values)
+        self._note_sums()
+
+    def _note_sums(self) -> None:
+        """Remember the working values that the optimizer's are up to date with."""
+        if self.keep is Keep.ALWAYS and self.has_copy:
+            self._sums = bit_sums(self.own)
 
     def _follow_values(self) -> None:
         """Let the pieces that the optimizer steps on follow what it updates."""
@@ -356,17 +365,16 @@ class Bucket:
                 raise _left(name, "Copy values into it in place, for example with `parameter.copy_(values)`.")
 
     def is_written(self) -> Tensor | None:
-        """Return a flag, where forward runs, of values that somebody has written since they came from the host.
+        """Return a flag, where forward runs, of working values that somebody has written since the optimizer's were.
 
-        All of this rank's are in it: what is written through ``.data`` leaves no other trace. ``None`` where nothing
-        has come from the host, so that `take_working_values` itself tells.
+        All of this rank's are in it: what is written through ``.data`` leaves no other trace. Masters that a script has
+        written, such as by a decay of its own, are not. ``None`` where the optimizer updates the working values.
         """
         return None if self._sums is None else (bit_sums(self.own) != self._sums).any()
 
     def note_arrived(self) -> None:
-        """Take note that the values are here which the optimizer has sent from the host."""
-        if self.keep is Keep.ALWAYS and self.format.step_device.type != self.format.device.type:
-            self._sums = bit_sums(self.own)
+        """Take note that the values are here which the optimizer has updated."""
+        self._note_sums()
 
     # ---- whole values for a time
 
@@ -838,31 +846,31 @@ class Bucket:
             piece.values.grad = before
 
     def take_assigned(self, names: Mapping[int, str]) -> None:
-        """Bring values back that an optimizer has given other memory, by ``parameter.data = ...``. All is in use.
+        """Bring values back that were given other memory, by ``parameter.data = ...``, in the optimizer's groups.
+
+        All is in use.
 
         Args:
             names: The parameters' names, by number.
 
         Raises:
-            ConfigError: If they have another shape.
+            ConfigError: If there are others than there should be.
         """
         values = self.values
         start, itemsize = values.data_ptr(), values.element_size()
         for piece in self.pieces:
-            found = piece.values
-            if found.numel() and found.data_ptr() == start + piece.begin * itemsize:
+            found, numel = piece.values, piece.stop - piece.start
+            if found.data_ptr() == start + piece.begin * itemsize or not numel:
                 continue
-            place = values[piece.begin : piece.begin + piece.stop - piece.start]
-            if found.numel() != place.numel():
+            if found.numel() != numel:
                 msg = (
-                    f"The optimizer has given '{names[piece.index]}' {found.numel()} values in place of "
-                    f"{place.numel()}. Let it write into the parameter, as by `parameter.copy_(values)`."
+                    f"A part of '{names[piece.index]}', which the optimizer lists, has got {found.numel()} values in "
+                    f"place of {numel}. Write into it, as by `parameter.copy_(values)`."
                 )
                 raise ConfigError(msg)
-            shape = self.parameters[self.position_of[piece.index]].shape if piece.is_whole else place.shape
-            place = place.view(shape)
-            place.copy_(found.data.view(shape))
-            found.data = place
+            place = values[piece.begin : piece.begin + numel]
+            place = place.view(self.parameters[self.position_of[piece.index]].shape) if piece.is_whole else place
+            found.data = place.copy_(found.data.view(place.shape))
 
     def _bring_whole_state(self) -> None:
         """Move state that is not elementwise, and so in no buffer, to where the optimizer steps this time."""
@@ -950,10 +958,10 @@ def stepping_on(buckets: Sequence[Bucket]) -> Iterator[None]:
 
 def bit_sums(values: Tensor) -> Tensor:
     """Return two sums over the bits of 1-D values, shape ``(2,)``: one of them depends on where these are."""
-    bits = values.detach().view(INTEGERS[values.element_size()])
+    words = values.detach().view(torch.int64)  # slices begin and end at words
     sums = torch.zeros(2, dtype=torch.int64, device=values.device)
-    for start in range(0, len(bits), _BLOCK_NUMEL):
-        block = bits[start : start + _BLOCK_NUMEL].long()
+    for start in range(0, len(words), _BLOCK_NUMEL):
+        block = words[start : start + _BLOCK_NUMEL]
         places = torch.arange(start + 1, start + 1 + len(block), device=values.device)
         sums += torch.stack([block.sum(), (block * places).sum()])
     return sums

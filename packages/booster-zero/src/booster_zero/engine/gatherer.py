@@ -489,6 +489,7 @@ class Gatherer:
         for bucket in self.layout.buckets:
             if not self.gathers_on_use:
                 bucket.check_place(self.layout.names)
+                bucket.take_assigned(self.layout.names)
             elif bucket.is_gathered:
                 self._watch.note_hidden(bucket)  # before the step changes the shard
         if not self.gathers_on_use:
@@ -501,15 +502,15 @@ class Gatherer:
         there. The host waits for backward then, as it does for gradients.
         """
         flags = {bucket: flag for bucket in self.layout.buckets if (flag := bucket.is_written()) is not None}
-        answers: dict[Bucket, bool] = {}
-        if flags:
-            told = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
-            told.copy_(torch.stack([*flags.values()]), non_blocking=True)
+        away = [bucket for bucket in flags if bucket.format.step_device != bucket.format.device]
+        if away:
+            told = torch.empty(len(away), dtype=torch.bool, pin_memory=True)
+            told.copy_(torch.stack([flags[bucket] for bucket in away]), non_blocking=True)
             torch.accelerator.current_stream().record_event().synchronize()
-            answers = dict(zip(flags, told.tolist(), strict=True))
-        for bucket in self.layout.buckets:
-            if answers.get(bucket, True):
-                bucket.take_working_values()
+            flags.update(zip(away, told, strict=True))
+        for bucket, flag in flags.items():
+            if flag.device.type != "cpu" or flag:  # asking a device takes longer
+                bucket.take_working_values(flag)
 
     def end_step(self, published: Mapping[Bucket, Pending]) -> None:
         """Let the next use of buckets see what the optimizer has updated.
