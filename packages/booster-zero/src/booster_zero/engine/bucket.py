@@ -848,28 +848,32 @@ class Bucket:
     def take_assigned(self, names: Mapping[int, str]) -> None:
         """Bring values back that were given other memory, by ``parameter.data = ...``, in the optimizer's groups.
 
-        All is in use.
-
         Args:
             names: The parameters' names, by number.
 
         Raises:
-            ConfigError: If there are others than there should be.
+            ConfigError: If there are others than there should be, or they are elsewhere now.
         """
-        values = self.values
-        start, itemsize = values.data_ptr(), values.element_size()
+        buffer = self._optim if self.has_copy else self._own
+        assert buffer is not None, "what has a copy has a buffer for it"
+        is_away = buffer.tensor.numel() > 1 and not buffer.tensor.stride(0)
+        start = 0 if is_away else self.values.data_ptr()
+        itemsize = (self.format.master if self.has_copy else self.format.working).itemsize
         for piece in self.pieces:
             found, numel = piece.values, piece.stop - piece.start
-            if found.data_ptr() == start + piece.begin * itemsize or not numel:
+            if not numel or (
+                not any(found.stride()) if is_away else found.data_ptr() == start + piece.begin * itemsize
+            ):
                 continue
-            if found.numel() != numel:
+            if is_away or found.numel() != numel:
+                why = "whose values are offloaded between steps" if is_away else f"of {numel} values"
                 msg = (
-                    f"A part of '{names[piece.index]}', which the optimizer lists, has got {found.numel()} values in "
-                    f"place of {numel}. Write into it, as by `parameter.copy_(values)`."
+                    f"A part of '{names[piece.index]}' in the optimizer's groups, {why}, has got {found.numel()} "
+                    "others by `parameter.data = ...`. Write into the model's parameters instead, inside of `with "
+                    "model.whole_parameters(writes=True):`."
                 )
                 raise ConfigError(msg)
-            place = values[piece.begin : piece.begin + numel]
-            place = place.view(self.parameters[self.position_of[piece.index]].shape) if piece.is_whole else place
+            place = self.slice_of(self.values, piece)
             found.data = place.copy_(found.data.view(place.shape))
 
     def _bring_whole_state(self) -> None:

@@ -487,9 +487,9 @@ class Gatherer:
         if self.gathers_on_use:
             self.memory.moment("step")
         for bucket in self.layout.buckets:
+            bucket.take_assigned(self.layout.names)
             if not self.gathers_on_use:
                 bucket.check_place(self.layout.names)
-                bucket.take_assigned(self.layout.names)
             elif bucket.is_gathered:
                 self._watch.note_hidden(bucket)  # before the step changes the shard
         if not self.gathers_on_use:
