@@ -99,6 +99,22 @@ class Elementwise(Own):
     is_elementwise = True
 
 
+class Lookahead(Own):
+    """Keeps averages of the parameters in lists like those of its groups."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups)
+        self.inner = optimizer
+        self.slow_weights = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+
+class AroundLookahead(Own):
+    def __init__(self, params):
+        super().__init__(params)
+        self.inner = Lookahead(optim.SGD(params, lr=0.1))
+        self.codes = {"dynamic": torch.ones(3, 2)}
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -129,8 +145,10 @@ def test_a_choice_goes_before_the_class():
         (lambda: optim.SparseAdam(parameters()), "SparseAdam takes sparse gradients"),
         (lambda: Own([{"params": parameters(), "max_grad_norm": 1.0}]), "`max_grad_norm=1.0`.*the plugin clip"),
         (lambda: Own([{"params": parameters(), "d": 1e-6}]), "`d=1e-06`.*estimates its step size"),
+        (lambda: Lookahead(optim.SGD(parameters(), lr=0.1)), "in the list `slow_weights`.*plugin='ddp'"),
+        (lambda: AroundLookahead(parameters()), "in the list `inner.slow_weights`"),
     ],
-    ids=["lbfgs", "sparse", "lamb", "prodigy"],
+    ids=["lbfgs", "sparse", "lamb", "prodigy", "lookahead", "around lookahead"],
 )
 def test_what_cannot_be_sharded_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):

@@ -1,13 +1,19 @@
-"""Methods of an optimizer's class that write parameters, as ``eval`` of schedule-free optimizers does."""
+"""Optimizers of other classes than torch's: what their steps and methods write, in place or not, reaches every rank."""
 
 from functools import partial
 
+import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process
 from matrix import matrix, named
 from torch import nn
 
+from booster_core import Booster
+from booster_core.errors import ConfigError
 from booster_core.plugin import load
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 
 
 class Averaging(torch.optim.Optimizer):
@@ -43,6 +49,33 @@ class Averaging(torch.optim.Optimizer):
 
     def train(self):
         self._swap()
+
+
+class Assigning(torch.optim.SGD):
+    """SGD that assigns what it has computed, as many handwritten optimizers do; its method looks ahead, as SAM's."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+                if self.evaluates_twice:
+                    closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                    momentum.mul_(0.9).add_(p.grad)
+                    p.data = p.data - group["lr"] * momentum
+        return loss
+
+    evaluates_twice = False
+
+    def shrink(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = 0.5 * p.data
 
 
 PLUGINS = {
@@ -89,3 +122,67 @@ def test_what_a_method_writes_reaches_every_rank(name, through_data, tmp_path):
     optimizer = partial(averaging, through_data)
     case = Case(build=net, batch=rows, optimizer=optimizer, before_step=swaps, steps=5, max_norm=None)
     assert_equals_one_process(case, Setting(partial(plugin_of, name, str(tmp_path))))
+
+
+def assigning(model):
+    return Assigning(model.parameters(), 0.1)
+
+
+def shrinks(step, _model, optimizer):
+    if step == 2:
+        optimizer.shrink()
+
+
+@matrix(1, name=PLUGINS)
+def test_what_is_assigned_to_data_reaches_every_rank(name, tmp_path):
+    case = Case(build=net, batch=rows, optimizer=assigning, before_step=shrinks, steps=4, max_norm=None)
+    assert_equals_one_process(case, Setting(partial(plugin_of, name, str(tmp_path))))
+
+
+def decayed(name, folder):
+    """Decay what groups list by assignment between backward and steps of size zero."""
+    torch.manual_seed(0)
+    model = net()
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    booster = Booster(plugin=plugin_of(name, folder))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for step in range(3):
+        booster.backward(model(rows(step, 0)).square().mean(), optimizer)
+        for held in [each for group in optimizer.param_groups for each in group["params"]]:
+            held.data = held.data * 0.75
+        optimizer.step()
+        optimizer.zero_grad()
+    decays = {name: 0.75**3 * p for name, p in expected.items()}
+    assert_same_tensors(whole_model(booster, model), decays, tolerance_for(torch.float32))
+
+
+@matrix(1, name=[name for name in PLUGINS if name != "gemini-offload"])
+def test_a_decay_by_assignment_to_what_groups_list_reaches_every_rank(name, tmp_path):
+    run_on_ranks(decayed, 2, name, str(tmp_path))
+
+
+def test_assignment_to_offloaded_parts_is_refused(tmp_path):
+    expect_on_ranks(
+        ConfigError, "whose values are offloaded between steps", decayed, 2, "gemini-offload", str(tmp_path)
+    )
+
+
+def evaluates_twice(plugin):
+    model = net()
+    optimizer = assigning(model)
+    optimizer.evaluates_twice = True
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(rows(0, 0)).square().mean()
+        booster.backward(loss, optimizer)
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("plugin", ["zero", "gemini", "fsdp"])
+def test_models_are_evaluated_once_in_a_step_of_sharded_state(plugin):
+    expect_on_ranks(ConfigError, "closure|several times", evaluates_twice, 2, plugin)

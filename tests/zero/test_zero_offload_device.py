@@ -61,6 +61,22 @@ def test_offload_from_a_device_changes_no_bit(precision, simulated_device):
         assert all(torch.equal(plain[key], value) for key, value in parameters.items())
 
 
+def clamped(options):
+    booster, model, optimizer = boost("simulated", options, "bf16")
+    for number in range(4):
+        step(booster, model, optimizer, number)
+        if number % 2:
+            for parameter in [*model.parameters()][number :: DEPTH // 2]:
+                parameter.data.clamp_(-0.02, 0.02)
+    return {key: value.cpu().clone() for key, value in model.state_dict().items()}
+
+
+def test_values_that_a_script_has_written_reach_the_host(simulated_device):
+    plain = run_on_devices(clamped, 2, simulated_device, {})[0]
+    for parameters in run_on_devices(clamped, 2, simulated_device, {"offload": "cpu"}):
+        assert all(torch.equal(plain[key], value) for key, value in parameters.items())
+
+
 def test_replicas_average_what_is_on_their_hosts(simulated_device):
     options = {"stage": 2, "replica_size": 2}
     plain = run_on_devices(trained, 4, simulated_device, options, "bf16", "fused")[0]

@@ -27,8 +27,15 @@ def test_the_host_waits_once_in_a_step_of_fp16(name, simulated_device):
         assert seen == 3, "what is looked for is found"
 
 
-def test_clipping_on_the_host_reads_the_norm_once_a_step(simulated_device):
-    case = Case("gemini", {"min_chunk_bytes": 1 << 13, "offload_param_frac": 1.0, "offload_optim_frac": 1.0})
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("zero", {"bucket_bytes": 1 << 13, "offload": "cpu"}),
+        Case("gemini", {"min_chunk_bytes": 1 << 13, "offload_param_frac": 1.0, "offload_optim_frac": 1.0}),
+    ],
+    ids=lambda case: case.plugin,
+)
+def test_clipping_on_the_host_reads_the_norm_once_a_step(case, simulated_device):
     ((found, _),) = run_on_devices(waits_of, 1, simulated_device, case, NAME, timeout_seconds=240.0)
     reads = [each for each in found if not each.startswith("synchronize")]
     assert len(reads) == 2, "two steps were looked at"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import optim
+from torch import is_tensor, optim
 
 from booster_core.errors import ConfigError
 from booster_runtime.muon import Muon, update_cost
@@ -72,6 +72,14 @@ def partition_for(optimizer: Optimizer, asked: str, groups: Sequence[Mapping[str
         return asked
     if kind in OF_TORCH:
         return "flat" if kind in _ELEMENTWISE else "parameter"
+    if name := _aligned_attribute(optimizer):
+        msg = (
+            f"{kind.__qualname__} keeps tensors like parameters in the list `{name}`. Its groups list a part of the "
+            "parameters once they are sharded, so that it would take those tensors for others'. Keep them in "
+            "`optimizer.state[parameter]`, or use plugin='ddp'; where its step does not use them, pass "
+            "`partition='parameter'`."
+        )
+        raise ConfigError(msg)
     for group in optimizer.param_groups if groups is None else groups:
         for name, does in _COUPLED.items():
             if group.get(name):
@@ -81,6 +89,23 @@ def partition_for(optimizer: Optimizer, asked: str, groups: Sequence[Mapping[str
                 )
                 raise ConfigError(msg)
     return "flat" if getattr(kind, "is_elementwise", False) else "parameter"
+
+
+def _aligned_attribute(optimizer: Optimizer) -> str | None:
+    """Return the attribute in which an optimizer keeps a list of tensors as its parameters are, as Lookahead does."""
+    shapes = {each.shape for group in optimizer.param_groups for each in group["params"] if each.numel() > 1}
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state", "defaults"):
+            continue
+        if isinstance(value, optim.Optimizer):
+            found = _aligned_attribute(value)
+            if found is not None:
+                return f"{name}.{found}"
+        elif isinstance(value, (list, tuple)):
+            listed = [each for part in value for each in (part if isinstance(part, (list, tuple)) else (part,))]
+            if any(is_tensor(each) and each.shape in shapes for each in listed):
+                return name
+    return None
 
 
 def is_by_matrix(optimizer: Optimizer) -> bool:

@@ -130,7 +130,7 @@ class Bucket:
         self._user = _nobody if user is None else weakref.ref(user)
         self._arriving: Pending | None = None  # the whole values
         self._shown: list[Tensor] | None = None  # what parameters are shown, as long as the whole values stay
-        self._sums: Tensor | None = None  # of the slice as it came from the host
+        self._sums: Tensor | None = None  # of the slice as the optimizer's values were rounded to it
         self._offsets: list[int | None] | None = None  # of the parameters that take memory, in bytes
         self._used: Mapping[int, bool] = {}
         self._number = next(_numbers)
@@ -170,6 +170,7 @@ class Bucket:
                 place = self.whole[begin:end].view(shape)
                 place.copy_(parameter.data)
                 parameter.data = place
+            self._note_sums()
             return
         if taken and self.has_copy:
             self.own.copy_(self.values)
@@ -310,10 +311,13 @@ class Bucket:
                 self._sent = self.memory.write(self._own, self.values)
         return self._sent
 
-    def take_working_values(self) -> None:
+    def take_working_values(self, written: Tensor | None = None) -> None:
         """Bring the optimizer's values up to date with the slice in the working format. Both are in use.
 
         Where a master rounds to the working value that is there, it is the truer of the two, and stays.
+
+        Args:
+            written: A flag, where forward runs, that is zero where nothing is to be taken.
         """
         if not self.has_copy:
             return
@@ -322,11 +326,16 @@ class Bucket:
         for start in range(0, self.numel, _BLOCK_NUMEL):
             values = self.values[start : start + _BLOCK_NUMEL]
             own = self.own[start : start + _BLOCK_NUMEL].to(values.device)
-            rounded = room[: len(own)].copy_(values)
-            # Words of 8 bytes, at which slices begin and end; a device would stop the host to tell.
-            if own.device.type == "cpu" and torch.equal(rounded.view(torch.int64), own.view(torch.int64)):
-                continue
-            torch.where(rounded == own, values, own.to(values.dtype), out=values)
+            stays = room[: len(own)].copy_(values) == own
+            if written is not None:
+                stays |= ~written
+            torch.where(stays, values, own.to(values.dtype), out=values)
+        self._note_sums()
+
+    def _note_sums(self) -> None:
+        """Remember the working values that the optimizer's are up to date with."""
+        if self.keep is Keep.ALWAYS and self.has_copy:
+            self._sums = bit_sums(self.own)
 
     def _follow_values(self) -> None:
         """Let the pieces that the optimizer steps on follow what it updates."""
@@ -339,14 +348,11 @@ class Bucket:
 
     # ---- whole values that are always here
 
-    def adopt_writes(self, names: Mapping[int, str]) -> None:
-        """Take in what somebody else has written into the parameters since the last update, such as loaded values.
-
-        All working values of this rank's slice are compared: what is written through ``.data`` leaves no other trace.
-        Where the optimizer's are on the host, sums tell on the device whether there is anything to bring there.
+    def check_place(self, names: Mapping[int, str]) -> None:
+        """Check that the parameters are still views of the whole values.
 
         Raises:
-            ConfigError: If a parameter has left the bucket: updates would not reach it any more.
+            ConfigError: If one has left the bucket: updates would not reach it any more.
         """
         assert self.whole is not None, "asked of what is always whole"
         start, itemsize = self.whole.data_ptr(), self.whole.element_size()
@@ -357,13 +363,18 @@ class Bucket:
             if offset is not None and parameter.data_ptr() != start + offset and parameter.requires_grad:
                 name = names[self.plan.slots[position].index]
                 raise _left(name, "Copy values into it in place, for example with `parameter.copy_(values)`.")
-        if self._sums is None or not torch.equal(self._sums, bit_sums(self.own)):
-            self.take_working_values()
+
+    def is_written(self) -> Tensor | None:
+        """Return a flag, where forward runs, of working values that somebody has written since the optimizer's were.
+
+        All of this rank's are in it: what is written through ``.data`` leaves no other trace. Masters that a script has
+        written, such as by a decay of its own, are not. ``None`` where the optimizer updates the working values.
+        """
+        return None if self._sums is None else (bit_sums(self.own) != self._sums).any()
 
     def note_arrived(self) -> None:
-        """Take note that the values are here which the optimizer has sent from the host."""
-        if self.keep is Keep.ALWAYS and self.format.step_device.type != self.format.device.type:
-            self._sums = bit_sums(self.own)
+        """Take note that the values are here which the optimizer has updated."""
+        self._note_sums()
 
     # ---- whole values for a time
 
@@ -834,6 +845,37 @@ class Bucket:
         for piece, before in zip(self.pieces, shown, strict=True):
             piece.values.grad = before
 
+    def take_assigned(self, names: Mapping[int, str]) -> None:
+        """Bring values back that were given other memory, by ``parameter.data = ...``, in the optimizer's groups.
+
+        Args:
+            names: The parameters' names, by number.
+
+        Raises:
+            ConfigError: If there are others than there should be, or they are elsewhere now.
+        """
+        buffer = self._optim if self.has_copy else self._own
+        assert buffer is not None, "what has a copy has a buffer for it"
+        is_away = buffer.tensor.numel() > 1 and not buffer.tensor.stride(0)
+        start = 0 if is_away else self.values.data_ptr()
+        itemsize = (self.format.master if self.has_copy else self.format.working).itemsize
+        for piece in self.pieces:
+            found, numel = piece.values, piece.stop - piece.start
+            if not numel or (
+                not any(found.stride()) if is_away else found.data_ptr() == start + piece.begin * itemsize
+            ):
+                continue
+            if is_away or found.numel() != numel:
+                why = "whose values are offloaded between steps" if is_away else f"of {numel} values"
+                msg = (
+                    f"A part of '{names[piece.index]}' in the optimizer's groups, {why}, has got {found.numel()} "
+                    "others by `parameter.data = ...`. Write into the model's parameters instead, inside of `with "
+                    "model.whole_parameters(writes=True):`."
+                )
+                raise ConfigError(msg)
+            place = self.slice_of(self.values, piece)
+            found.data = place.copy_(found.data.view(place.shape))
+
     def _bring_whole_state(self) -> None:
         """Move state that is not elementwise, and so in no buffer, to where the optimizer steps this time."""
         device = self.values.device
@@ -920,10 +962,10 @@ def stepping_on(buckets: Sequence[Bucket]) -> Iterator[None]:
 
 def bit_sums(values: Tensor) -> Tensor:
     """Return two sums over the bits of 1-D values, shape ``(2,)``: one of them depends on where these are."""
-    bits = values.detach().view(INTEGERS[values.element_size()])
+    words = values.detach().view(torch.int64)  # slices begin and end at words
     sums = torch.zeros(2, dtype=torch.int64, device=values.device)
-    for start in range(0, len(bits), _BLOCK_NUMEL):
-        block = bits[start : start + _BLOCK_NUMEL].long()
+    for start in range(0, len(words), _BLOCK_NUMEL):
+        block = words[start : start + _BLOCK_NUMEL]
         places = torch.arange(start + 1, start + 1 + len(block), device=values.device)
         sums += torch.stack([block.sum(), (block * places).sum()])
     return sums

@@ -487,10 +487,30 @@ class Gatherer:
         if self.gathers_on_use:
             self.memory.moment("step")
         for bucket in self.layout.buckets:
+            bucket.take_assigned(self.layout.names)
             if not self.gathers_on_use:
-                bucket.adopt_writes(self.layout.names)
+                bucket.check_place(self.layout.names)
             elif bucket.is_gathered:
                 self._watch.note_hidden(bucket)  # before the step changes the shard
+        if not self.gathers_on_use:
+            self._adopt_writes()
+
+    def _adopt_writes(self) -> None:
+        """Take in what somebody else has written into the parameters since the last update, such as loaded values.
+
+        Where the optimizer's values are on the host, the device tells of all buckets at once what is to be brought
+        there. The host waits for backward then, as it does for gradients.
+        """
+        flags = {bucket: flag for bucket in self.layout.buckets if (flag := bucket.is_written()) is not None}
+        away = [bucket for bucket in flags if bucket.format.step_device != bucket.format.device]
+        if away:
+            told = torch.empty(len(away), dtype=torch.bool, pin_memory=True)
+            told.copy_(torch.stack([flags[bucket] for bucket in away]), non_blocking=True)
+            torch.accelerator.current_stream().record_event().synchronize()
+            flags.update(zip(away, told, strict=True))
+        for bucket, flag in flags.items():
+            if flag.device.type != "cpu" or flag:  # asking a device takes longer
+                bucket.take_working_values(flag)
 
     def end_step(self, published: Mapping[Bucket, Pending]) -> None:
         """Let the next use of buckets see what the optimizer has updated.

@@ -18,14 +18,14 @@ from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients import check_finite_norm, global_norm
 from booster_core.plugin import OptimizerWrapper
 from booster_core.ranks import NamedCall, refuse_capture
-from booster_runtime.sharding import AnyRankFlags, partition_for
+from booster_runtime.sharding import OF_TORCH, AnyRankFlags, partition_for
 from booster_zero.engine.bucket import stepping_on
 from booster_zero.engine.memory import Role
 from booster_zero.engine.own_methods import call_own_method, is_own_method
 from booster_zero.engine.parts import only, steps_in_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -59,6 +59,7 @@ class ShardedOptimizer(OptimizerWrapper):
         optim = self.hosted.optimizer
         # Asked before the wrapper puts a hook of its own around `step`.
         self._steps_in_parts = offloads and steps_in_parts(optim)
+        self._may_assign = type(optim) not in OF_TORCH  # to what `parameter.data` is
         super().__init__(optim, **kwargs)
         self.sends_settings = not engine.compares_settings
         engine.scaling = self.scaling
@@ -299,6 +300,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if not self._steps_in_parts:
             with stepping_on(buckets):
                 result = self.step_inside()
+                self.take_assigned(buckets)
                 self.engine.keep_state(buckets)
             return result
         groups = [list(group["params"]) for group in self.param_groups]
@@ -337,12 +339,37 @@ class ShardedOptimizer(OptimizerWrapper):
                     if isinstance(step := state.get("step"), torch.Tensor) and step.device != values.device:
                         state["step"] = step.to(values.device)
 
+    def take_assigned(self, buckets: Iterable[Bucket]) -> None:
+        """Bring back what the optimizer inside has assigned to ``parameter.data``, which torch's own ones never do.
+
+        Args:
+            buckets: Those that it has stepped on, which are in use.
+
+        Raises:
+            ConfigError: If values have another shape.
+        """
+        for bucket in buckets if self._may_assign else ():
+            bucket.take_assigned(self.names)
+
     def _step_with(self, closure: Callable[[], float]) -> Any:
-        """Let the optimizer inside evaluate the model as often as it asks for."""
+        """Let the optimizer inside evaluate the model, once.
+
+        Raises:
+            ConfigError: If it does so again: what it has written meanwhile is in this rank's pieces alone.
+        """
+        has_evaluated = False
         with contextlib.ExitStack() as stack:
 
             def evaluated() -> float:
-                stack.close()
+                nonlocal has_evaluated
+                if has_evaluated:
+                    name = type(self.unwrap()).__qualname__
+                    msg = (
+                        f"{name} evaluates the model several times in a step, and would compute between these with "
+                        "this rank's part of the parameters alone. Use plugin='ddp', or another optimizer."
+                    )
+                    raise ConfigError(msg)
+                has_evaluated = True
                 loss = closure()
                 self.settle()
                 self.engine.hear()
@@ -354,6 +381,7 @@ class ShardedOptimizer(OptimizerWrapper):
                 return loss
 
             result = self.optim.step(evaluated)
+            self.take_assigned(bucket for bucket in self.buckets() if self.engine.is_used(bucket))
             self.engine.keep_state(self.buckets())
         return result
 

@@ -52,6 +52,7 @@ def call_own_method(
                     stack.enter_context(bucket.stepping())
             before = [bit_sums(bucket.values) for bucket in buckets]
             result = method(*args, **kwargs)
+            optimizer.take_assigned(buckets)
             same = [torch.equal(was, bit_sums(each.values)) for was, each in zip(before, buckets, strict=True)]
         # A rank that owns nothing of a bucket does not see what others have written into it.
         anywhere = AnyRankFlags(bytearray(not each for each in same), engine.device, engine.ranks.holders).wait()
