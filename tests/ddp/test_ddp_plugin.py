@@ -221,7 +221,7 @@ def no_sync_communicates_once():
         calls.append(1)
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
-    booster, model, optimizer = boost(TinyMLP(), comm_hook=count, find_unused_parameters=False)
+    booster, model, optimizer = boost(TinyMLP(), comm_hook=count)
     for micro in range(3):
         with booster.no_sync(model) if micro < 2 else contextlib.nullcontext():
             booster.backward(model(batch(micro)).mean(), optimizer)

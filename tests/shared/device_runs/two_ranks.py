@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 import device_smoke
 import torch
 import torch.distributed as dist
+from torch.nn import functional
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 import booster_core
+from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.sequence_parallel.flex_kernel import takes_rules
+from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility
+from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_testing.compare import DTYPES
 from device_runs.cases import Case, Figure
 from device_runs.runner import free_port
@@ -31,6 +38,9 @@ _SLEEP_CYCLES = 1_000_000
 _LONG_CYCLES = 800_000_000
 """About 0.4 s."""
 _MOST_HOST_SECONDS = 0.15
+_LENGTH = 512
+_OF_BF16 = 2**-6
+"""What sums of products of bf16 may differ by from those of fp32, of their norm."""
 _DELAYED_CALLS = (
     "all_gather",
     "all_gather_into_tensor",
@@ -172,6 +182,37 @@ def _compare_pretrained(setting: Setting, folder: Path, expected: float, toleran
     assert abs(loss - expected) <= tolerance * abs(expected), (loss, expected)
 
 
+# ---- packed documents over split sequences
+
+
+def attend_to_documents(setting: Setting, *, num_heads: int) -> None:
+    """Attention of packed documents, in a ring and at once, has the outputs and gradients of a mask of the whole."""
+    generator = torch.Generator().manual_seed(1)
+    documents = (torch.rand(2, _LENGTH, generator=generator) > 0.98).cumsum(1).to(setting.device)
+    rule = and_masks(causal_mask_function, packed_sequence_mask_function(documents))
+    sees = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril().unsqueeze(1)
+    shapes = [(2, heads, _LENGTH, 64) for heads in (4, num_heads, num_heads, 4)]
+    drawn = [torch.randn(shape, generator=generator).to(setting.device) for shape in shapes]
+    whole, weights = [each.requires_grad_() for each in drawn[:3]], drawn[3]
+    expected = functional.scaled_dot_product_attention(*whole, attn_mask=sees, enable_gqa=True)
+    (expected * weights).sum().backward()
+    for num_ranks in (1, setting.world_size):
+        rank = setting.rank if num_ranks > 1 else 0
+        layout = SequenceLayout(_LENGTH, num_ranks, zigzag=True)
+        local = [layout.take(each.detach().bfloat16(), 2, rank).clone().requires_grad_() for each in whole]
+        assert takes_rules(local[0], local[2]) == setting.is_real
+        mask = SequenceMask(2, _LENGTH, _LENGTH, rule, None, {"device": documents.device})
+        call = AttentionCall(Visibility(mask, is_causal=True), layout, RankGroup(None, rank, num_ranks))
+        found = ring_attention(*local, call)
+        (found.float() * layout.take(weights, 2, rank)).sum().backward()
+        for ours, theirs in zip([found, *local], [expected, *whole], strict=True):
+            (mine, whole_of_it) = (ours, theirs) if ours is found else (ours.grad, theirs.grad)
+            assert mine is not None
+            assert whole_of_it is not None
+            own = layout.take(whole_of_it.detach(), 2, rank)
+            assert float((mine.detach().float() - own).norm() / own.norm()) < _OF_BF16
+
+
 # ---- a rank that fails
 
 _FAILING = """
@@ -256,6 +297,10 @@ CASES = [
             ranks=2,
         )
         for name, precision, as_dcp in LOADED
+    ),
+    *(
+        Case(f"packed documents, {num_heads} heads of keys, 2 ranks", attend_to_documents, {"num_heads": num_heads}, 2)
+        for num_heads in (4, 1)
     ),
     *(Case(f"one of two ranks {how}", fail, {"how": how}, ranks=2, seconds=90) for how in ("raises", "exits")),
 ]

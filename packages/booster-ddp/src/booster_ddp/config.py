@@ -32,15 +32,16 @@ class DDPConfig:
             1 for the bucket that is ready first.
         find_unused_parameters: Search the graph of each forward for unused parameters. ``None`` searches if the first
             step, whose gradients are averaged at the end of its backward, leaves a parameter unused; the same again
-            where other parameters are trained than before. A model that is boosted without its optimizer is searched
-            always. If parameters become unused only in later steps, pass ``True``.
+            where other parameters are trained than before. A model that is boosted without its optimizer, or with
+            ``"powersgd"`` or a function as `comm_hook`, is searched always. If parameters become unused only in later
+            steps, pass ``True``.
         gradient_as_bucket_view: Make gradients views of the buckets, which saves one copy of them.
         static_graph: Declare that each step uses the same parameters in the same way.
         comm_hook: Name of a gradient compression hook (``"allreduce"``, ``"fp16_compress"``, ``"bf16_compress"`` or
             ``"powersgd"``), or a function that torch's ``register_comm_hook`` takes. ``"fp16_compress"`` and
-            ``"bf16_compress"`` hold as well for gradients that DDP's reducer does not see, such as those of the first
-            step, and of steps wholly under ``no_sync``. Other hooks are called by the reducer alone; those gradients
-            are averaged as they are.
+            ``"bf16_compress"`` hold for gradients that DDP's reducer does not see as well, such as those of steps
+            wholly under ``no_sync``. Other hooks are called by the reducer alone; those gradients are averaged as they
+            are.
         comm_hook_state: State for the hook: a process group or ``PowerSGDState``. Created if left out.
         sync_batchnorm: Replace the model's BatchNorm layers by ``torch.nn.SyncBatchNorm``, which uses the statistics of
             the global batch. torch's does not run on CPUs.

@@ -69,10 +69,11 @@ class DDPModel(ModelWrapper):
         super().__init__(module, precision=context.precision)
         self._config = config
         self._context = context
-        asked = False if config.static_graph else config.find_unused_parameters
-        self._asked = True if asked is None and not has_optimizer else asked
-        self._search = self._asked
         self._comm_hook = config.comm_hook or BY_DTYPE.get(context.precision.reduce_dtype)
+        asked = False if config.static_graph else config.find_unused_parameters
+        # A hook that sends something else is called by the reducer alone, which is to average the first step, too.
+        self._asked = True if asked is None and not (has_optimizer and self.sends_gradients) else asked
+        self._search = self._asked
         self.accumulates = False
         self._held = [
             (owner._parameters, name, parameter)  # noqa: SLF001 - the dictionary that holds it
