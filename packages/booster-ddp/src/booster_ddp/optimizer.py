@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import OptimizerWrapper
 
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
     from booster_ddp.gradients import UnreducedGradients
@@ -82,6 +85,10 @@ class DDPOptimizer(OptimizerWrapper):
                 "`optimizer.step()` then averages the gradients."
             )
             raise ConfigError(msg)
+
+    def drawing_group(self) -> ProcessGroup | None:
+        """Return all ranks, which hold the same model."""
+        return dist.group.WORLD
 
     def settle(self) -> None:
         """Average gradients that DDP has not; see `UnreducedGradients.settle`."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
     from booster_fsdp.config import FSDPConfig
@@ -108,6 +109,10 @@ class FSDPOptimizer(OptimizerWrapper):
         found = super().__getattr__(name)
         is_own = getattr(found, "__self__", None) is self.optim and not hasattr(torch.optim.Optimizer, name)
         return functools.partial(self._call_own_method, found) if is_own else found
+
+    def drawing_group(self) -> ProcessGroup | None:
+        """Return the ranks that hold the same shards."""
+        return self.ranks.replica_group
 
     def _call_own_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the user's optimizer that torch's have not, such as ``eval`` of schedule-free ones.

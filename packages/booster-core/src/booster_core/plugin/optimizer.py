@@ -6,6 +6,7 @@ object. A strategy subclasses it where its backward or step differs.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,13 +21,16 @@ from booster_core.gradients.norm import check_norm_arguments
 from booster_core.plugin.call_guard import guard_step, share_zero_grad, zero_grad_inside
 from booster_core.plugin.interface import as_tuple
 from booster_core.plugin.scaling import GradientScaling
+from booster_core.plugin.step_draws import StepDraws
 from booster_core.precision.loss_scaler import any_raised, unscale
 from booster_core.ranks.calls import NamedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
     from booster_core.plugin.interface import BoostContext
     from booster_core.precision.loss_scaler import DynamicLossScaler
@@ -137,6 +141,7 @@ class OptimizerWrapper(Optimizer):
         self.before_step: list[Callable[[OptimizerWrapper], bool]] = []
         """Called with this optimizer before each update, on unscaled gradients; the step is left out where one says so,
         which it must on every rank or on none."""
+        self._step_draws = StepDraws()
         self.unlisted: list[nn.Parameter] = []
         self.compared_parameters: Mapping[str, nn.Parameter] = {}
         """The model's parameters, of which all ranks must train the same; a copy of the optimizer knows none."""
@@ -516,9 +521,26 @@ class OptimizerWrapper(Optimizer):
         before = self._guard.is_open
         self._guard.is_open = True
         try:
-            return self.update_parameters(closure)
+            with self._drawing_alike(has_closure=closure is not None):
+                return self.update_parameters(closure)
         finally:
             self._guard.is_open = before
+
+    def _drawing_alike(self, *, has_closure: bool) -> AbstractContextManager[None]:
+        """Return a context of a step in which ranks that step on the same values draw the same random numbers."""
+        # torch's own optimizers draw none, and the forward of a closure is to draw each rank's.
+        may_draw = not has_closure and not type(self.unwrap()).__module__.startswith("torch.optim")
+        group = self.drawing_group() if may_draw and self._context is not None else None
+        if group is None or self._context is None:
+            return contextlib.nullcontext()
+        return self._step_draws.alike(group, self._context)
+
+    def drawing_group(self) -> ProcessGroup | None:
+        """Return the ranks that step on the same values, for optimizers that draw random numbers in a step.
+
+        ``None``, the default, where there are no others; strategies that keep replicas say which.
+        """
+        return None
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
         """Step the optimizer inside; sharded strategies make gradients ready before and share parameters after."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
     from booster_runtime.collectives import Pending
     from booster_zero.engine.bucket import Bucket
@@ -128,6 +129,10 @@ class ShardedOptimizer(OptimizerWrapper):
                 super().backward(loss, inputs, retain_graph=retain_graph)
         finally:
             gatherer.end_backward()
+
+    def drawing_group(self) -> ProcessGroup | None:
+        """Return the ranks that hold the same shards."""
+        return self.engine.ranks.replica_group
 
     def settle(self) -> None:
         """Bring all gradients into the shards; see `ShardedEngine.settle`.
