@@ -32,9 +32,9 @@ class DDPConfig:
             1 for the bucket that is ready first.
         find_unused_parameters: Search the graph of each forward for unused parameters. ``None`` searches if the first
             step, whose gradients are averaged at the end of its backward, leaves a parameter unused; the same again
-            where other parameters are trained than before. A model that is boosted without its optimizer, or with
-            ``"powersgd"`` or a function as `comm_hook`, is searched always. If parameters become unused only in later
-            steps, pass ``True``.
+            where other parameters are trained than before. A model that is boosted without its optimizer is searched
+            always, one with ``"powersgd"`` or a function as `comm_hook` never. If parameters become unused only in
+            later steps, pass ``True``.
         gradient_as_bucket_view: Make gradients views of the buckets, which saves one copy of them.
         static_graph: Declare that each step uses the same parameters in the same way.
         comm_hook: Name of a gradient compression hook (``"allreduce"``, ``"fp16_compress"``, ``"bf16_compress"`` or

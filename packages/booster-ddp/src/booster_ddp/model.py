@@ -71,8 +71,9 @@ class DDPModel(ModelWrapper):
         self._context = context
         self._comm_hook = config.comm_hook or BY_DTYPE.get(context.precision.reduce_dtype)
         asked = False if config.static_graph else config.find_unused_parameters
-        # A hook that sends something else is called by the reducer alone, which is to average the first step, too.
-        self._asked = True if asked is None and not (has_optimizer and self.sends_gradients) else asked
+        if asked is None and not self.sends_gradients:
+            asked = False  # the reducer alone calls such a hook, which is to average the first step, too
+        self._asked = True if asked is None and not has_optimizer else asked
         self._search = self._asked
         self.accumulates = False
         self._held = [
