@@ -28,3 +28,9 @@ def test_no_plugin_calls_more_functions_on_1024_ranks_than_on_8(host_time):
     assert {name: [*parts] for name, parts in seconds.items()} == {name: [*host_time.PARTS] for name in names}
     grown = {name: sum(many[name].values()) / sum(few[name].values()) for name in names}
     assert {name: ratio for name, ratio in grown.items() if ratio > host_time.GROWTH_BAR} == {}
+
+
+def test_the_optimizer_steps_on_plain_views_under_fsdp(host_time):
+    ours = "fsdp, a unit a layer"
+    _, calls = host_time.measure("200 parameters", 8, (host_time.PLAIN, ours), 0, "")
+    assert calls[ours]["step"] <= 1.3 * calls[host_time.PLAIN]["step"]

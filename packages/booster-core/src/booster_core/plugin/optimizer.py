@@ -142,6 +142,8 @@ class OptimizerWrapper(Optimizer):
         """Called with this optimizer before each update, on unscaled gradients; the step is left out where one says so,
         which it must on every rank or on none."""
         self._step_draws = StepDraws()
+        # torch's own optimizers draw no random numbers. Asked once: some strategies' `unwrap` does work.
+        self._may_draw = not type(OptimizerWrapper.unwrap(self)).__module__.startswith("torch.optim")
         self.unlisted: list[nn.Parameter] = []
         self.compared_parameters: Mapping[str, nn.Parameter] = {}
         """The model's parameters, of which all ranks must train the same; a copy of the optimizer knows none."""
@@ -528,10 +530,8 @@ class OptimizerWrapper(Optimizer):
 
     def _drawing_alike(self, *, has_closure: bool) -> AbstractContextManager[None]:
         """Return a context of a step in which ranks that step on the same values draw the same random numbers."""
-        # torch's own optimizers draw none, and the forward of a closure is to draw each rank's.
-        may_draw = not has_closure and not type(self.unwrap()).__module__.startswith("torch.optim")
-        group = self.drawing_group() if may_draw and self._context is not None else None
-        if group is None or self._context is None:
+        # The forward of a closure is to draw each rank's numbers.
+        if not self._may_draw or has_closure or self._context is None or (group := self.drawing_group()) is None:
             return contextlib.nullcontext()
         return self._step_draws.alike(group, self._context)
 
