@@ -59,6 +59,7 @@ def assert_parity(name, num_ranks, options):
         "transformers/gpt2_double_heads-pp2dp2zero1",
         "heads/llama_classification-pp2",
         "heads/t5_token_classification-pp2",
+        "transformers/t5_encoder-tp2pp2",
     ],
     1,
     name=NAMES,

@@ -793,7 +793,16 @@ class _LayerForward:
         }
         if is_watched and forms:
             self._staged.show_what_came(self.position, next(iter(forms.values())))
-        return self.layer.returned.of({**arguments, **forms})
+        given: set[int] = set()
+
+        def one_each(value: AbsentTensor) -> Tensor:
+            """Return another one in the place of one that stands for two tensors, of which other values arrive."""
+            if id(value) in given:
+                return absent_like(ActivationMeta.of(value), self._origin)
+            given.add(id(value))
+            return value
+
+        return pytree.tree_map_only(AbsentTensor, one_each, self.layer.returned.of({**arguments, **forms}))
 
     def _refuse_writes(self, arguments: Mapping[str, Any]) -> None:
         """Raise if the layer would change an argument that this stage has, in place: here it stays as it was."""
