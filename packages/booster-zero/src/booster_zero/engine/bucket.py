@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 _ALIGNMENT_BYTES = 64
 """What tensors in one buffer begin at multiples of."""
 
+_FEW_NUMEL = 1 << 12
 _BLOCK_NUMEL = 1 << 20
 """Values are compared in blocks of this many elements, which need little memory."""
 
@@ -170,7 +171,7 @@ class Bucket:
                 place = self.whole[begin:end].view(shape)
                 place.copy_(parameter.data)
                 parameter.data = place
-            self._note_sums()
+            self._note_sums(_FEW_NUMEL)  # at `boost`, memory counts for more than time
             return
         if taken and self.has_copy:
             self.own.copy_(self.values)
@@ -332,10 +333,10 @@ class Bucket:
             torch.where(stays, values, own.to(values.dtype), out=values)
         self._note_sums()
 
-    def _note_sums(self) -> None:
-        """Remember the working values that the optimizer's are up to date with."""
+    def _note_sums(self, block_numel: int | None = None) -> None:
+        """Remember the working values that the optimizer's are up to date with; see `bit_sums`."""
         if self.keep is Keep.ALWAYS and self.has_copy:
-            self._sums = bit_sums(self.own)
+            self._sums = bit_sums(self.own, block_numel or _BLOCK_NUMEL)
 
     def _follow_values(self) -> None:
         """Let the pieces that the optimizer steps on follow what it updates."""
@@ -960,12 +961,15 @@ def stepping_on(buckets: Sequence[Bucket]) -> Iterator[None]:
                 bucket.show_again(before)
 
 
-def bit_sums(values: Tensor) -> Tensor:
-    """Return two sums over the bits of 1-D values, shape ``(2,)``: one of them depends on where these are."""
+def bit_sums(values: Tensor, block_numel: int = _BLOCK_NUMEL) -> Tensor:
+    """Return two sums over the bits of 1-D values, shape ``(2,)``: one of them depends on where these are.
+
+    Memory: three times so many words of 8 bytes as a block has.
+    """
     words = values.detach().view(torch.int64)  # slices begin and end at words
     sums = torch.zeros(2, dtype=torch.int64, device=values.device)
-    for start in range(0, len(words), _BLOCK_NUMEL):
-        block = words[start : start + _BLOCK_NUMEL]
+    for start in range(0, len(words), block_numel):
+        block = words[start : start + block_numel]
         places = torch.arange(start + 1, start + 1 + len(block), device=values.device)
         sums += torch.stack([block.sum(), (block * places).sum()])
     return sums
