@@ -169,6 +169,8 @@ class BatchNormAct(nn.BatchNorm1d):
 def test_sync_batchnorm_refuses_what_torch_would_not_replace():
     with pytest.raises(ConfigError, match=r"drop the forward of 1 .*'1' \(BatchNormAct\)"):
         check_sync_batchnorm(nn.Sequential(nn.Linear(8, 8), BatchNormAct(8)))
+    with pytest.raises(ConfigError, match="the model is a `BatchNorm1d` itself"):
+        check_sync_batchnorm(nn.BatchNorm1d(8))
     check_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8), nn.SyncBatchNorm(8)))
 
 

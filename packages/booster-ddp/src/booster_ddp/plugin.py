@@ -165,9 +165,15 @@ def check_sync_batchnorm(model: nn.Module) -> None:
     """Check that torch can replace the BatchNorm layers inside a model by its ``SyncBatchNorm``.
 
     Raises:
-        ConfigError: If a layer overrides ``forward``, which the replacement would not run.
+        ConfigError: If a layer overrides ``forward``, which the replacement would not run, or is the model itself.
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, _BatchNorm)}
+    if "" in layers:
+        msg = (
+            f"`sync_batchnorm=True` replaces layers inside a model, and the model is a `{type(model).__name__}` itself. "
+            "Put it into an `nn.Sequential`, or leave the option out."
+        )
+        raise ConfigError(msg)
     special = [f"'{name}' ({type(each).__name__})" for name, each in layers.items() if _has_own_forward(each)]
     if special:
         msg = (
