@@ -65,9 +65,9 @@ class StepDraws:
         begin = _states(device)
         try:
             yield
-        finally:
-            if self._draws is None:
+            if self._draws is None:  # not after a step that has raised
                 self._draws = not _are_same(begin, _states(device))
+        finally:
             if dist.get_rank() != first:
                 _restore(own, device)
 
