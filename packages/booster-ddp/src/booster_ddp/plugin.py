@@ -170,7 +170,7 @@ def check_sync_batchnorm(model: nn.Module) -> None:
     layers = {name: each for name, each in model.named_modules() if isinstance(each, _BatchNorm)}
     if "" in layers:
         msg = (
-            f"`sync_batchnorm=True` replaces layers inside a model, and the model is a `{type(model).__name__}` itself. "
+            f"`sync_batchnorm=True` replaces layers inside a model; the model is a `{type(model).__name__}` itself. "
             "Put it into an `nn.Sequential`, or leave the option out."
         )
         raise ConfigError(msg)
