@@ -11,9 +11,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import load
-from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.training import whole_model
+from booster_testing import expect_on_ranks
 
 
 class Averaging(torch.optim.Optimizer):
@@ -137,34 +135,6 @@ def shrinks(step, _model, optimizer):
 def test_what_is_assigned_to_data_reaches_every_rank(name, tmp_path):
     case = Case(build=net, batch=rows, optimizer=assigning, before_step=shrinks, steps=4, max_norm=None)
     assert_equals_one_process(case, Setting(partial(plugin_of, name, str(tmp_path))))
-
-
-def decayed(name, folder):
-    """Decay what groups list by assignment between backward and steps of size zero."""
-    torch.manual_seed(0)
-    model = net()
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    booster = Booster(plugin=plugin_of(name, folder))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    for step in range(3):
-        booster.backward(model(rows(step, 0)).square().mean(), optimizer)
-        for held in [each for group in optimizer.param_groups for each in group["params"]]:
-            held.data = held.data * 0.75
-        optimizer.step()
-        optimizer.zero_grad()
-    decays = {name: 0.75**3 * p for name, p in expected.items()}
-    assert_same_tensors(whole_model(booster, model), decays, tolerance_for(torch.float32))
-
-
-@matrix(1, name=[name for name in PLUGINS if name != "gemini-offload"])
-def test_a_decay_by_assignment_to_what_groups_list_reaches_every_rank(name, tmp_path):
-    run_on_ranks(decayed, 2, name, str(tmp_path))
-
-
-def test_assignment_to_offloaded_parts_is_refused(tmp_path):
-    expect_on_ranks(
-        ConfigError, "whose values are offloaded between steps", decayed, 2, "gemini-offload", str(tmp_path)
-    )
 
 
 def evaluates_twice(plugin):

@@ -262,9 +262,9 @@ def what_each_steps_on(plugin):
     model, optimizers = make()
     # What a chunk has is balanced, so Gemini has chunks of its own size here, not one for each layer.
     chosen = Setting(GeminiPlugin) if plugin == "gemini" else SETTINGS[plugin]
-    chosen.make_booster().boost(model, optimizers)
+    _, boosted, *_ = chosen.make_booster().boost(model, optimizers)
     shapes = {tuple(parameter.shape) for parameter in model.layers.parameters()}
-    listed = [[each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers]
+    listed = [optimizer.stepped() for optimizer in boosted]
     return [sum(each.numel() for each in of_one) for of_one in listed], all(tuple(p.shape) in shapes for p in listed[0])
 
 

@@ -134,9 +134,8 @@ class ModelWrapper(nn.Module):
         parameters = [*self.unwrap().parameters()]
         yield from self.unwrap().buffers()
         for optimizer in self.boosted_optimizers:
-            inner = optimizer.unwrap()
-            parameters += [parameter for group in inner.param_groups for parameter in group["params"]]
-            for state in inner.state.values():
+            parameters += optimizer.stepped()
+            for state in optimizer.unwrap().state.values():
                 yield from filter(torch.is_tensor, state.values())
         for parameter in parameters:
             yield parameter

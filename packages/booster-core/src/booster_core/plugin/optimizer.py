@@ -219,6 +219,10 @@ class OptimizerWrapper(Optimizer):
         """Return the ids of the model's parameters that the groups list; strategies that step on others say which."""
         return {id(parameter) for group in self.param_groups for parameter in group["params"]}
 
+    def stepped(self) -> list[nn.Parameter]:
+        """Return what the optimizer inside steps on; strategies with parts of parameters say which."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer inside as this rank holds it; see `Booster.save_optimizer` for files.
 

@@ -1,11 +1,13 @@
-"""Hosting the user's optimizer: the same object, whose groups list this rank's pieces instead of parameters.
+"""Hosting the user's optimizer: the same object, which steps on this rank's pieces of the model's parameters.
 
-Schedulers hold the optimizer and its groups, so both stay what they are; only the lists under ``"params"``, and the
-state's keys, change.
+Schedulers hold the optimizer and its groups, so both stay what they are. Groups list the model's parameters, as scripts
+know them, and this rank's pieces only while the optimizer itself runs. Its state is that of the pieces.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from booster_core.errors import ConfigError
 from booster_core.state import ListedGroup, TensorMeta, TensorShard, full_box
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -64,6 +66,11 @@ class HostedOptimizer:
         self.groups: list[list[int]] = []
         self._names = names
         self._pieces: dict[int, ParameterPiece] = {}
+        self._shown: list[dict[str, list[Any]]] = []
+        self._num_listed: list[int] = []
+        self._is_showing = False
+        self._name_of: dict[int, str] = {}
+        self._guard_state()
 
     def members(self) -> set[int]:
         """Return the numbers of all parameters that are in a group."""
@@ -83,6 +90,9 @@ class HostedOptimizer:
             pieces: What this rank owns of them.
         """
         group = self.optimizer.param_groups[group_index]
+        self._name_of.update(
+            (id(each), self._names[index]) for index, each in zip(members, group["params"], strict=True)
+        )
         for index, parameter in zip(members, group["params"], strict=True):
             state = self.optimizer.state.pop(parameter, None)
             piece = pieces.get(index)
@@ -92,7 +102,49 @@ class HostedOptimizer:
                 }
         self.groups.append(list(members))
         self._pieces.update(pieces)
-        self._list_pieces(group_index)
+        held = [index for index in members if index in pieces]
+        # torch keeps names here if the user passed named parameters.
+        names = {"param_names": [self._names[index] for index in held]} if "param_names" in group else {}
+        self._shown.append({"params": [pieces[index].values for index in held], **names})
+        self._num_listed.append(len(group["params"]))
+
+    @property
+    def pieces(self) -> list[nn.Parameter]:
+        """What the optimizer steps on here."""
+        return [piece.values for piece in self._pieces.values()]
+
+    @contextlib.contextmanager
+    def showing_pieces(self) -> Iterator[None]:
+        """Let the groups list this rank's pieces while the body runs, which is the optimizer's own code.
+
+        Raises:
+            ConfigError: If parameters were added to a group's list, or taken out of it.
+        """
+        if self._is_showing:
+            yield
+            return
+        before = []
+        for number, (group, num_listed) in enumerate(zip(self.optimizer.param_groups, self._num_listed, strict=True)):
+            if len(group["params"]) != num_listed:
+                msg = (
+                    f"Group {number} of the optimizer lists {len(group['params'])} parameters, and had {num_listed}. "
+                    "Add parameters by `optimizer.add_param_group`; to leave some out, freeze them by "
+                    "`parameter.requires_grad_(False)` on every rank."
+                )
+                raise ConfigError(msg)
+            before.append({key: value for key, value in group.items() if key in ("params", "param_names")})
+        for group, shown in zip(self.optimizer.param_groups, self._shown, strict=True):
+            group.update(shown)
+        self._is_showing = True
+        try:
+            yield
+        finally:
+            self._is_showing = False
+            for group, listed in zip(
+                self.optimizer.param_groups, before, strict=True
+            ):  # `load_state_dict` makes others
+                group.update(listed)
+            self._guard_state()
 
     def listed(self) -> list[ListedGroup]:
         """Return the groups as checkpoints see them: all of their parameters, and this rank's pieces of some."""
@@ -106,12 +158,59 @@ class HostedOptimizer:
             for members, group in zip(self.groups, self.optimizer.param_groups, strict=True)
         ]
 
-    def _list_pieces(self, group_index: int) -> None:
-        group = self.optimizer.param_groups[group_index]
-        held = [index for index in self.groups[group_index] if index in self._pieces]
-        group["params"][:] = [self._pieces[index].values for index in held]
-        if "param_names" in group:  # torch keeps names here if the user passed named parameters
-            group["param_names"] = [self._names[index] for index in held]
+    def _guard_state(self) -> None:
+        """Let asking for the state of one of the model's parameters raise, in place of making an empty one."""
+        if type(self.optimizer.state) is defaultdict:
+            self.optimizer.state = _StateOfPieces(self._name_of, self.optimizer.state)
+
+
+class _StateOfPieces(defaultdict[Any, Any]):
+    """An optimizer's state, by pieces.
+
+    Args:
+        name_of: The names of the model's parameters that its groups list, by ``id``.
+        state: What there is of it.
+    """
+
+    def __init__(self, name_of: Mapping[int, str], state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._name_of = name_of
+
+    def __missing__(self, key: Any) -> Any:
+        """Make the state of a piece."""
+        self._refuse(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: Any) -> bool:
+        is_here = super().__contains__(key)
+        if not is_here and self:
+            self._refuse(key)
+        return is_here
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a state, or what is given in its place."""
+        found = super().get(key, default)
+        if found is default and self:
+            self._refuse(key)
+        return found
+
+    def _refuse(self, key: Any) -> None:
+        """Raise if a key is a parameter of the model.
+
+        Raises:
+            ConfigError: If so.
+        """
+        if (name := self._name_of.get(id(key))) is not None:
+            msg = (
+                f"The optimizer's state of '{name}' is split over the ranks, so that `optimizer.state[parameter]` has "
+                "no values. `optimizer.state.values()` yields what this rank has of the state of each parameter, 1-D "
+                "where that is a part; `booster.save_optimizer` saves all of it."
+            )
+            raise ConfigError(msg)
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle a plain one."""
+        return defaultdict, (dict, dict(self))
 
 
 def numbers_of_group(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
 from dataclasses import dataclass
@@ -227,9 +226,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _sort(self, boosted: Boosted) -> None:
         inner = boosted.optimizer.optim
-        held = list(itertools.chain.from_iterable(group["params"] for group in inner.param_groups))
         module = unwrap_model(boosted.model)
-        parameters = [*module.parameters(), *held]
+        parameters = [*module.parameters(), *boosted.optimizer.stepped()]
         seen: set[int] = set()
         with torch.no_grad():
             own = self._size([*parameters, *module.buffers()], seen)

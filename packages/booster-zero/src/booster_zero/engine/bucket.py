@@ -605,8 +605,6 @@ class Bucket:
             self.memory.forget(self._gradient)
         self.has_gradient = self._is_summed = False
         self._added.clear()
-        for piece in self.pieces:
-            piece.values.grad = None
 
     def zero_gradient(self) -> None:
         """Set the gradient to zero, where there is one."""
@@ -813,65 +811,45 @@ class Bucket:
                     self.make_gradient()
                 stack.enter_context(self.in_use(*self._updated_roles(), Role.GRAD, changes=True))
                 self._bring_whole_state()
-            shown = self.show_gradients()
+            self.show_gradients()
             try:
                 yield
             finally:
-                self.show_again(shown)
+                self.hide_gradients()
 
     def _updated_roles(self) -> tuple[Role, ...]:
         """Return what the optimizer updates."""
         return (Role.OPTIM,) if self.has_copy else (Role.PARAM, Role.OPTIM)
 
-    def show_gradients(self) -> list[Tensor | None]:
-        """Give the pieces their gradients, those that no rank used none, and return what to pass to `show_again`.
-
-        All that the optimizer steps on is in use.
-        """
+    def show_gradients(self) -> None:
+        """Give the pieces their gradients, those that no rank used none. All that is stepped on is in use."""
         self._sent.wait()
-        pieces = self.pieces
-        shown = [piece.values.grad for piece in pieces]
-        found = self.used_pieces()
-        if len(found) == len(pieces):
-            for piece, gradient in found:
-                piece.values.grad = gradient
-            return shown
-        gradients = {piece.index: gradient for piece, gradient in found}
-        for piece in pieces:
-            piece.values.grad = gradients.get(piece.index)
-        return shown
+        for piece, gradient in self.used_pieces():
+            piece.values.grad = gradient
 
-    def show_again(self, shown: Sequence[Tensor | None]) -> None:
-        """Give the pieces what they had for gradients before `show_gradients`."""
-        for piece, before in zip(self.pieces, shown, strict=True):
-            piece.values.grad = before
+    def hide_gradients(self) -> None:
+        """Give the pieces no gradients."""
+        for piece in self.pieces:
+            piece.values.grad = None
 
     def take_assigned(self, names: Mapping[int, str]) -> None:
-        """Bring values back that were given other memory, by ``parameter.data = ...``, in the optimizer's groups.
+        """Bring back values to which the optimizer has given other memory, by ``parameter.data = ...``; all is in use.
 
         Args:
             names: The parameters' names, by number.
 
         Raises:
-            ConfigError: If there are others than there should be, or they are elsewhere now.
+            ConfigError: If there are more or fewer than there should be.
         """
-        buffer = self._optim if self.has_copy else self._own
-        assert buffer is not None, "what has a copy has a buffer for it"
-        is_away = buffer.tensor.numel() > 1 and not buffer.tensor.stride(0)
-        start = 0 if is_away else self.values.data_ptr()
         itemsize = (self.format.master if self.has_copy else self.format.working).itemsize
         for piece in self.pieces:
             found, numel = piece.values, piece.stop - piece.start
-            if not numel or (
-                not any(found.stride()) if is_away else found.data_ptr() == start + piece.begin * itemsize
-            ):
+            if not numel or found.data_ptr() == self.values.data_ptr() + piece.begin * itemsize:
                 continue
-            if is_away or found.numel() != numel:
-                why = "whose values are offloaded between steps" if is_away else f"of {numel} values"
+            if found.numel() != numel:
                 msg = (
-                    f"A part of '{names[piece.index]}' in the optimizer's groups, {why}, has got {found.numel()} "
-                    "others by `parameter.data = ...`. Write into the model's parameters instead, inside of `with "
-                    "model.whole_parameters(writes=True):`."
+                    f"The optimizer has assigned {found.numel()} values to `parameter.data` of a part of "
+                    f"'{names[piece.index]}' that has {numel}. Write as many as there were."
                 )
                 raise ConfigError(msg)
             place = self.slice_of(self.values, piece)
@@ -953,12 +931,14 @@ def stepping_on(buckets: Sequence[Bucket]) -> Iterator[None]:
         for bucket in buckets:
             if bucket.memory.moves:
                 stack.enter_context(bucket.stepping())
-        shown = [(bucket, bucket.show_gradients()) for bucket in buckets if not bucket.memory.moves]
+        shown = [bucket for bucket in buckets if not bucket.memory.moves]
+        for bucket in shown:
+            bucket.show_gradients()
         try:
             yield
         finally:
-            for bucket, before in shown:
-                bucket.show_again(before)
+            for bucket in shown:
+                bucket.hide_gradients()
 
 
 def bit_sums(values: Tensor, block_numel: int = _BLOCK_NUMEL) -> Tensor:

@@ -58,7 +58,7 @@ class ShardedEngine:
 
     Args:
         model: The user's model.
-        optimizers: The user's optimizers; their groups list this rank's pieces from now on.
+        optimizers: The user's optimizers, which step on this rank's pieces from now on.
         config: Options.
         listed: The parameters that the optimizers list.
         gatherer: Has the buckets; parameters that are in none yet are added.

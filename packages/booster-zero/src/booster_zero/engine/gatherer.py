@@ -487,7 +487,6 @@ class Gatherer:
         if self.gathers_on_use:
             self.memory.moment("step")
         for bucket in self.layout.buckets:
-            bucket.take_assigned(self.layout.names)
             if not self.gathers_on_use:
                 bucket.check_place(self.layout.names)
             elif bucket.is_gathered:

@@ -82,10 +82,6 @@ class ShardedOptimizer(OptimizerWrapper):
         """Return the buckets that this optimizer steps on, in the order in which forward is expected to use them."""
         return self.engine.in_order_of_forward(self.number)
 
-    def listed_parameters(self) -> set[int]:
-        listed = self.hosted.members()
-        return {key for key, index in self.engine.index_of.items() if index in listed}
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters to the optimizer inside.
 
@@ -129,6 +125,20 @@ class ShardedOptimizer(OptimizerWrapper):
                 super().backward(loss, inputs, retain_graph=retain_graph)
         finally:
             gatherer.end_backward()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's pieces; see `OptimizerWrapper.state_dict`."""
+        with self.hosted.showing_pieces():
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this rank's pieces; see `OptimizerWrapper.load_state_dict`."""
+        with self.hosted.showing_pieces():
+            super().load_state_dict(state_dict)
+
+    def stepped(self) -> list[nn.Parameter]:
+        """Return this rank's pieces."""
+        return self.hosted.pieces
 
     def drawing_group(self) -> ProcessGroup | None:
         """Return the ranks that hold the same shards."""
@@ -274,13 +284,15 @@ class ShardedOptimizer(OptimizerWrapper):
         published: dict[Bucket, Pending] = {}
         result, error = None, None
         if closure is not None:
-            result = self._step_with(closure)
+            with self.hosted.showing_pieces():
+                result = self._step_with(closure)
         else:
             self.settle()
             engine.hear()
             self.reducer.check_assigned()
             try:
-                result = self._step_pieces(published)
+                with self.hosted.showing_pieces():
+                    result = self._step_pieces(published)
             except OffloadError as caught:
                 if not engine.memory.moves:
                     raise

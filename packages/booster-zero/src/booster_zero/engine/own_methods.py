@@ -51,7 +51,8 @@ def call_own_method(
                 if bucket.memory.moves:
                     stack.enter_context(bucket.stepping())
             before = [bit_sums(bucket.values) for bucket in buckets]
-            result = method(*args, **kwargs)
+            with optimizer.hosted.showing_pieces():
+                result = method(*args, **kwargs)
             optimizer.take_assigned(buckets)
             same = [torch.equal(was, bit_sums(each.values)) for was, each in zip(before, buckets, strict=True)]
         # A rank that owns nothing of a bucket does not see what others have written into it.

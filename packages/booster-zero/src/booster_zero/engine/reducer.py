@@ -94,7 +94,6 @@ class Reducer:
         self._has_local = False
         self._local: dict[int, Tensor] = {}
         self._stand_ins = StandIns(names, self._zero_gradient)
-        self._with_pieces: set[int] = set()  # the parameters whose pieces were given stand-ins, if they are here
         self.dropped: set[int] = set()
         self._late: set[int] = set()
         self._hooks: dict[int, Any] = {}
@@ -113,8 +112,6 @@ class Reducer:
         }
         self._round = Round()  # what it says of former buckets would keep their memory
         self.underway.set_buckets(self.buckets)
-        self._stand_ins.forget_pieces()
-        self._with_pieces = set()
         self._named = [(self._names[index], parameter) for index, (_, _, parameter) in self._place.items()]
         self._unhooked = {
             index: parameter for index, (_, _, parameter) in self._place.items() if index not in self._hooks
@@ -167,7 +164,6 @@ class Reducer:
             self._has_local = True
         elif ends:
             self.finish()
-        self._show_pieces(self.used)
 
     def hide_stand_ins(self) -> None:
         """Take stand-ins away until `show_stand_ins`, for code that looks at gradients, as torch's compiler does."""
@@ -207,16 +203,6 @@ class Reducer:
         """Show that there are gradients of parameters which any rank has used."""
         for index in self._stand_ins.not_shown(indices):
             self._stand_ins.show(index, self._place[index][2])
-        self._show_pieces(indices)
-
-    def _show_pieces(self, indices: AbstractSet[int]) -> None:
-        missing = indices - self._with_pieces
-        if not missing:
-            return
-        self._with_pieces |= missing
-        for bucket in self.buckets:
-            if not bucket.memory.moves:  # which has them only while the optimizer steps
-                self._stand_ins.show_pieces([piece for piece in bucket.pieces if piece.index in missing])
 
     def clear(self, buckets: Collection[Bucket] | None = None) -> None:
         """Forget the gradients of some buckets, or all.
@@ -235,7 +221,6 @@ class Reducer:
             self._round = Round()
         cleared = {slot.index for bucket in buckets for slot in bucket.plan.slots}
         self.used -= cleared
-        self._with_pieces -= cleared
         if self._local:
             self._local = {index: each for index, each in self._local.items() if index not in cleared}
         self._stand_ins.clear(cleared)
@@ -275,8 +260,6 @@ class Reducer:
         self._local.pop(index, None)
         self.used.discard(index)
         self._place[index][0].zero_gradient_of(index)
-        self._stand_ins.hide_piece(index)
-        self._with_pieces.discard(index)
         self.dropped.add(index)
 
     @property
@@ -413,7 +396,6 @@ class Reducer:
     def _end_direct(self) -> None:
         self._end_of_direct = _nothing
         self.finish()
-        self._show_pieces(self.used)
 
     def _finish_interrupted(self) -> None:
         """Finish the round of a backward that raised.

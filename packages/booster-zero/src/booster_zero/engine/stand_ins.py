@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from typing_extensions import Self
 
-    from booster_runtime.sharding import ParameterPiece
-
 _ZERO = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 _ACCUMULATE: frozenset[Any] = frozenset({torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor})
 """What autograd calls to add a gradient to one that is there."""
@@ -134,10 +132,8 @@ class StandIns:
         self._names = names
         self._zero = weakref.WeakMethod(zero)
         self._made: dict[int, ShardedGradient] = {}
-        self._made_for_pieces: dict[int, ShardedGradient] = {}
         self._shown: dict[int, nn.Parameter] = {}
         self._hidden: dict[int, nn.Parameter] = {}
-        self._shown_pieces: dict[int, ParameterPiece] = {}
 
     def show(self, index: int, parameter: nn.Parameter) -> bool:
         """Let a parameter's gradient be its stand-in, and return whether it was given that before."""
@@ -147,28 +143,6 @@ class StandIns:
         parameter.grad = self._made[index]
         self._shown[index] = parameter
         return was_shown
-
-    def show_pieces(self, pieces: Iterable[ParameterPiece]) -> None:
-        """Let the gradients of what the optimizer's groups list be stand-ins, too; values come with the step."""
-        for piece in pieces:
-            if piece.index not in self._shown_pieces and piece.values.grad is None:
-                made = self._made_for_pieces.get(piece.index)
-                if made is None:
-                    made = ShardedGradient(piece.values, self._names[piece.index], self._zeroing(piece.index))
-                    self._made_for_pieces[piece.index] = made
-                piece.values.grad = made
-                self._shown_pieces[piece.index] = piece
-
-    def hide_piece(self, index: int) -> None:
-        """Take the stand-in away from what the optimizer's groups list of a parameter, if it is shown."""
-        piece = self._shown_pieces.pop(index, None)
-        if piece is not None:
-            piece.values.grad = None
-
-    def forget_pieces(self) -> None:
-        """Count no pieces as shown, because there are others now."""
-        self._made_for_pieces = {}
-        self._shown_pieces = {}
 
     def has(self, index: int) -> bool:
         """Whether a parameter was given its stand-in, also where this is hidden."""
@@ -206,18 +180,7 @@ class StandIns:
 
         Returns:
             The parameters, and whether these are all that there are.
-
-        Raises:
-            GradientError: If somebody has done so with what the optimizer's groups list, which is a part of a gradient.
         """
-        for piece in self._shown_pieces.values():
-            if piece.values.grad is None:
-                msg = (
-                    f"A gradient in `optimizer.param_groups`, of this rank's part of '{self._names[piece.index]}', was "
-                    "set to `None`. Call `optimizer.zero_grad()`, or set `parameter.grad = None` for parameters of the "
-                    "model, on every rank."
-                )
-                raise GradientError(msg)
         with DisableTorchFunctionSubclass():
             dropped = [index for index, parameter in self._shown.items() if parameter.grad is None]
         for index in dropped:
@@ -228,7 +191,6 @@ class StandIns:
         """Count the stand-ins of some parameters as not shown; whoever calls this sets the gradients."""
         self._shown = {index: each for index, each in self._shown.items() if index not in indices}
         self._hidden = {index: each for index, each in self._hidden.items() if index not in indices}
-        self._shown_pieces = {index: each for index, each in self._shown_pieces.items() if index not in indices}
 
     def _zeroing(self, index: int) -> Callable[[], None]:
         method = self._zero  # weak: a parameter must not keep alive what it belongs to

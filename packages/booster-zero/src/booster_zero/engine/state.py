@@ -208,7 +208,11 @@ class ShardedStateAdapter(StateAdapter):
         return {name: scalars for group in self._groups() for name, _, scalars in group.states() if scalars}
 
     def unsaved_state(self) -> Sequence[str]:
-        return [key for hosted in self._required_engine().hosted for key in unsaved_state(hosted.optimizer)]
+        found: list[str] = []
+        for hosted in self._required_engine().hosted:
+            with hosted.showing_pieces():
+                found += unsaved_state(hosted.optimizer)
+        return found
 
     def param_groups(self) -> Sequence[ParamGroup]:
         return [group.described() for group in self._groups()]
