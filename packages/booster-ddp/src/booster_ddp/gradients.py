@@ -1,9 +1,10 @@
 """Gradients that DDP has not averaged: which there are, and their average.
 
 DDP's reducer averages the gradients of one backward after each synchronized forward. It does not see other gradients:
-those of backward under ``no_sync``, of a second backward through one forward, or of backward through a method other
-than ``forward``. Stepping with them makes the replicas diverge (https://github.com/pytorch/pytorch/issues/47260). A
-hook on each parameter tells of them here, so that they are averaged before they are used.
+those of backward under ``no_sync``, of a second backward through one forward, of backward through a method other
+than ``forward``, or of ``torch.autograd.grad``, which a script assigns. Stepping with them makes the replicas diverge
+(https://github.com/pytorch/pytorch/issues/47260). A hook on each parameter tells of backward, and those that were
+averaged carry a mark, so that all others are averaged before they are used.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext
     from booster_ddp.model import DDPModel
+
+
+_AVERAGED = "_booster_is_averaged"
+"""Key in the ``__dict__`` of a gradient that is averaged; what a script assigns has none."""
 
 
 class Reduction(enum.Enum):
@@ -171,7 +176,7 @@ class UnreducedGradients:
             self._reduction = Reduction.ARMED
 
     def settle(self) -> None:
-        """Average gradients that DDP has not: those of ``no_sync``, or of a second backward through one forward.
+        """Average gradients that DDP has not: of ``no_sync``, a second backward through one forward, or assigned ones.
 
         Raises:
             GradientError: If DDP has averaged only some of the gradients, or a parameter that was frozen
@@ -180,7 +185,7 @@ class UnreducedGradients:
         Collective: every rank of the world if there are such gradients; else none.
         """
         self._check_finished()
-        if self.exist:
+        if self.exist or self._are_assigned:
             self.average()
         unknown = [name for name, each in self._untracked.items() if each.grad is not None]
         if unknown:
@@ -256,6 +261,7 @@ class UnreducedGradients:
         tracked = {id(parameter) for parameter in self._tracked}
         parameters = [each for each in self.named.values() if id(each) in tracked]  # in the same order on every rank
         average_gradients(parameters, self._bucket_bytes, self._communication_dtype)
+        self._mark()
         self._exist = False
         self._has_averaged = True
         self._note_used()
@@ -266,6 +272,18 @@ class UnreducedGradients:
         if has_averaged:
             self.averages_at_end = False
         return has_averaged
+
+    @property
+    def _are_assigned(self) -> bool:
+        """Whether a script has assigned a gradient since they were averaged."""
+        found = [each.grad for each in self._tracked if each.grad is not None and _AVERAGED not in each.grad.__dict__]
+        return bool(found)
+
+    def _mark(self) -> None:
+        """Mark the gradients that there are as averaged."""
+        for parameter in self._tracked:
+            if (gradient := parameter.grad) is not None:
+                gradient.__dict__[_AVERAGED] = True
 
     def _unfinished(self) -> RuntimeError | None:
         """Return torch's error if DDP's reducer has begun and waits for gradients."""
@@ -292,6 +310,7 @@ class UnreducedGradients:
         ddp = self._ddp
         if self._reduction is Reduction.BEGUN:
             self._reduction = Reduction.ENDED
+        queue_callback(weakref.WeakMethod(self._mark))  # after DDP's own end
         if ddp is None or (ddp.static_graph and not self.has_reduced):  # which begins after its first backward
             return
         if self._reduction is Reduction.ENDED and self._unfinished() is None:
