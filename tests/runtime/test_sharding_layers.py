@@ -143,12 +143,10 @@ def test_a_choice_goes_before_the_class():
     [
         (lambda: optim.LBFGS(parameters()), "LBFGS can't be sharded"),
         (lambda: optim.SparseAdam(parameters()), "SparseAdam takes sparse gradients"),
-        (lambda: Own([{"params": parameters(), "max_grad_norm": 1.0}]), "`max_grad_norm=1.0`.*the plugin clip"),
-        (lambda: Own([{"params": parameters(), "d": 1e-6}]), "`d=1e-06`.*estimates its step size"),
         (lambda: Lookahead(optim.SGD(parameters(), lr=0.1)), "in the list `slow_weights`.*plugin='ddp'"),
         (lambda: AroundLookahead(parameters()), "in the list `inner.slow_weights`"),
     ],
-    ids=["lbfgs", "sparse", "lamb", "prodigy", "lookahead", "around lookahead"],
+    ids=["lbfgs", "sparse", "lookahead", "around lookahead"],
 )
 def test_what_cannot_be_sharded_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):

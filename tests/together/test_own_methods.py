@@ -156,3 +156,33 @@ def evaluates_twice(plugin):
 @pytest.mark.parametrize("plugin", ["zero", "gemini", "fsdp"])
 def test_models_are_evaluated_once_in_a_step_of_sharded_state(plugin):
     expect_on_ranks(ConfigError, "closure|several times", evaluates_twice, 2, plugin)
+
+
+class Clipping(torch.optim.SGD):
+    """SGD that clips by the norm of all parameters in its step, as those that detectron2 makes."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.01)
+        return super().step(closure)
+
+
+def clipping(model):
+    return Clipping(model.parameters(), 0.1)
+
+
+def clips_in_its_step(plugin, options):
+    model = net()
+    booster = Booster(plugin=load(plugin)(**options))
+    model, optimizer, *_ = booster.boost(model, clipping(model))
+    booster.backward(model(rows(0, 0)).square().mean(), optimizer)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero1", "gemini", "hybrid", "hybrid3"])
+def test_an_optimizer_that_clips_by_the_norm_of_all_is_refused_where_ranks_step_on_some(name):
+    expect_on_ranks(ConfigError, "Clipping lets one parameter influence", clips_in_its_step, 2, *PLUGINS[name])
+
+
+def test_an_optimizer_that_clips_by_the_norm_of_all_is_right_where_ranks_step_on_all():
+    case = Case(build=net, batch=rows, optimizer=clipping, max_norm=None)
+    assert_equals_one_process(case, Setting(partial(load("hybrid"))))

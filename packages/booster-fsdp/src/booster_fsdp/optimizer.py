@@ -16,7 +16,15 @@ from booster_core.state import NamedTensors
 from booster_fsdp.parameters import drop_reduced_gradients, gradient_of
 from booster_fsdp.views import Views
 from booster_fsdp.whole_parameters import WholeParameters
-from booster_runtime.sharding import AnyRankFlags, is_by_matrix, local_of, numbers_of_group, partition_for
+from booster_runtime.sharding import (
+    AnyRankFlags,
+    CouplingCheck,
+    is_by_matrix,
+    local_of,
+    may_couple,
+    numbers_of_group,
+    partition_for,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -74,6 +82,8 @@ class FSDPOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optim, **kwargs)
         self._takes_rows = partition_for(optim, config.partition) == "flat"
+        is_unknown = ranks.shard_size > 1 and may_couple(optim, config.partition)
+        self._coupling = CouplingCheck(optim, is_unknown=is_unknown, device=device)
         if config.cpu_offload and device.type != "cpu" and not self._takes_rows:
             msg = (
                 f"{type(optim).__name__} needs whole parameters, which ranks exchange on '{device.type}', but "
@@ -167,8 +177,7 @@ class FSDPOptimizer(OptimizerWrapper):
         """Add a group of the model's parameters to the inner optimizer.
 
         Raises:
-            ConfigError: If a parameter is not the model's, or is in a group already, or the optimizer needs this
-                group's parameters whole while those of the other groups are split.
+            ConfigError: If a parameter is not the model's, or is in a group already.
 
         Collective: none, but every rank must add the same group, between a step and the next backward.
         """
@@ -182,12 +191,6 @@ class FSDPOptimizer(OptimizerWrapper):
         numbers_of_group(listed, numbers, held, names, remedy=remedy)
         self.views.hide()
         self.optim.add_param_group({**param_group, "params": listed})
-        if self._takes_rows:
-            try:
-                partition_for(self.unwrap(), self._config.partition, self.optim.param_groups[-1:])
-            except ConfigError:
-                self.optim.param_groups.pop()
-                raise
         self._adopt(self.optim.param_groups[-1])
 
     # ---- gradients
@@ -356,7 +359,8 @@ class FSDPOptimizer(OptimizerWrapper):
         self.views.show()
         if closure is None:
             self._make_ready()
-        result = self.optim.step() if closure is None else self.optim.step(evaluated)
+        run = self.optim.step if closure is None else functools.partial(self.optim.step, evaluated)
+        result = self._coupling.run(run, self.views.of.values())
         self.views.drop_gradients()
         for whole in self._whole:
             whole.scatter()

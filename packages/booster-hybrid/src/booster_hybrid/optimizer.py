@@ -59,7 +59,7 @@ def check_experts(
         ConfigError: If the optimizer takes a parameter of experts as a whole.
     """
     groups = optimizer.param_groups if groups is None else groups
-    if not spread or partition_for(optimizer, "auto", groups) == "flat":
+    if not spread or partition_for(optimizer, "auto") == "flat":
         return
     for parameter in (each for group in groups for each in group["params"] if id(each) in spread):
         if not is_by_matrix(optimizer) or parameter.dim() < _STACKED:
@@ -239,7 +239,7 @@ class HybridOptimizer(ShardedOptimizer):
         """What of the model this rank holds."""
         return self.engine.local
 
-    def check_settings(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
         """Check that the optimizer inside can step on this rank's parts of a group's parameters.
 
         Raises:
@@ -252,7 +252,7 @@ class HybridOptimizer(ShardedOptimizer):
             if number is not None and self.names[number] in self.local.expert_splits
         }
         check_experts(self.unwrap(), spread, self.local.expert_group.size, [group])
-        super().check_settings(group)
+        super().check_group(group)
 
     def set_model(self, model: nn.Module, norm_dtype: torch.dtype) -> None:
         """Learn of the model; see `OptimizerWrapper.set_model`. Stages have other parameters each."""

@@ -16,6 +16,7 @@ from booster_runtime.sharding.checks import (
     refuse_renormalized,
     without_optimizer,
 )
+from booster_runtime.sharding.coupling import CouplingCheck
 from booster_runtime.sharding.dtensor import (
     DTensorStateAdapter,
     dtensor_of,
@@ -27,6 +28,7 @@ from booster_runtime.sharding.elementwise import (
     OF_TORCH,
     is_by_matrix,
     keeps_blocks,
+    may_couple,
     partition_for,
     step_cost,
 )
@@ -70,6 +72,7 @@ __all__ = [
     "OF_TORCH",
     "AnyRankFlags",
     "BufferWatch",
+    "CouplingCheck",
     "DTensorStateAdapter",
     "HostedOptimizer",
     "ParameterPiece",
@@ -92,6 +95,7 @@ __all__ = [
     "layers_of",
     "local_of",
     "make_ranks",
+    "may_couple",
     "modules_by_size",
     "normalisation_parameters",
     "not_optimized",

@@ -6,7 +6,7 @@ elementwise: by ``is_elementwise = True`` on the class, or the user by ``partiti
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import is_tensor, optim
 
@@ -14,8 +14,6 @@ from booster_core.errors import ConfigError
 from booster_runtime.muon import Muon, update_cost
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -37,21 +35,14 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 _BY_MATRIX: frozenset[type[Optimizer]] = frozenset({Muon, getattr(optim, "Muon", Muon)})
 OF_TORCH: frozenset[type[Optimizer]] = _ELEMENTWISE | {optim.Adafactor} | _BY_MATRIX
 """Torch's classes that may be sharded, and our Muon: what they remember, they keep by parameter."""
-_COUPLED = {
-    "max_grad_norm": "clips by the norm over all parameters. Set it to 0, or to a norm that is never reached, and let "
-    "the plugin clip (`max_norm`)",
-    "d": "estimates its step size over all parameters. Use an optimizer with a learning rate",
-}
-"""Settings by which widespread classes (LAMB, Prodigy, D-Adaptation) let one parameter influence another's update."""
 
 
-def partition_for(optimizer: Optimizer, asked: str, groups: Sequence[Mapping[str, Any]] | None = None) -> str:
+def partition_for(optimizer: Optimizer, asked: str) -> str:
     """Return ``"flat"`` where an optimizer may step on slices, else ``"parameter"``.
 
     Args:
         optimizer: The user's optimizer.
         asked: ``"flat"`` or ``"parameter"`` is returned as it is; ``"auto"`` looks at the class.
-        groups: The groups whose settings are looked at; all of the optimizer's by default.
 
     Raises:
         ConfigError: If the optimizer can't step on a part of the parameters at all.
@@ -80,15 +71,13 @@ def partition_for(optimizer: Optimizer, asked: str, groups: Sequence[Mapping[str
             "`partition='parameter'`."
         )
         raise ConfigError(msg)
-    for group in optimizer.param_groups if groups is None else groups:
-        for name, does in _COUPLED.items():
-            if group.get(name):
-                msg = (
-                    f"{kind.__qualname__} has `{name}={group[name]}` in a group, so that it {does}. Or use "
-                    "plugin='ddp'; where the setting means something else, pass `partition='parameter'`."
-                )
-                raise ConfigError(msg)
     return "flat" if getattr(kind, "is_elementwise", False) else "parameter"
+
+
+def may_couple(optimizer: Optimizer, asked: str) -> bool:
+    """Return whether nobody has said that an optimizer updates each parameter by itself; see `partition_for`."""
+    kind = type(optimizer)
+    return asked == "auto" and kind not in OF_TORCH and not getattr(kind, "is_elementwise", False)
 
 
 def _aligned_attribute(optimizer: Optimizer) -> str | None:

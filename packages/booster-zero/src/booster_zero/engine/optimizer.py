@@ -18,7 +18,7 @@ from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients import check_finite_norm, global_norm
 from booster_core.plugin import OptimizerWrapper
 from booster_core.ranks import NamedCall, refuse_capture
-from booster_runtime.sharding import OF_TORCH, AnyRankFlags, partition_for
+from booster_runtime.sharding import OF_TORCH, AnyRankFlags, CouplingCheck, may_couple
 from booster_zero.engine.bucket import stepping_on
 from booster_zero.engine.memory import Role
 from booster_zero.engine.own_methods import call_own_method, is_own_method
@@ -61,6 +61,10 @@ class ShardedOptimizer(OptimizerWrapper):
         # Asked before the wrapper puts a hook of its own around `step`.
         self._steps_in_parts = offloads and steps_in_parts(optim)
         self._may_assign = type(optim) not in OF_TORCH  # to what `parameter.data` is
+        holders = engine.ranks.holders
+        has_all = engine.ranks.shard_size == 1 and (holders is None or holders.size() == dist.get_world_size())
+        is_unknown = not has_all and may_couple(optim, engine.config.partition)
+        self._coupling = CouplingCheck(optim, is_unknown=is_unknown, device=engine.device)
         super().__init__(optim, **kwargs)
         self.sends_settings = not engine.compares_settings
         engine.scaling = self.scaling
@@ -97,20 +101,19 @@ class ShardedOptimizer(OptimizerWrapper):
         members = self.engine.new_members(listed)
         self.optim.add_param_group({**param_group, "params": listed})
         try:
-            self.check_settings(self.optim.param_groups[-1])
+            self.check_group(self.optim.param_groups[-1])
         except ConfigError:
             self.optim.param_groups.pop()
             raise
         self.engine.add_group(self.number, members)
         self._steps_in_parts = self._steps_in_parts and steps_in_parts(self.optim)
 
-    def check_settings(self, group: Mapping[str, Any]) -> None:
-        """Check that the optimizer inside can step on a part of the parameters of a group.
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Check that the optimizer inside can step on the parameters of a group; strategies add what it can't.
 
         Raises:
             ConfigError: If it can't.
         """
-        partition_for(self.unwrap(), self.engine.config.partition, [group])
 
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward from a loss and reduce its gradients; see `OptimizerWrapper.backward`.
@@ -316,7 +319,7 @@ class ShardedOptimizer(OptimizerWrapper):
         result = None
         if not self._steps_in_parts:
             with stepping_on(buckets):
-                result = self.step_inside()
+                result = self._coupling.run(self.step_inside, self.stepped())
                 self.take_assigned(buckets)
                 self.engine.keep_state(buckets)
             return result
@@ -397,7 +400,7 @@ class ShardedOptimizer(OptimizerWrapper):
                         stack.enter_context(bucket.stepping())
                 return loss
 
-            result = self.optim.step(evaluated)
+            result = self._coupling.run(functools.partial(self.optim.step, evaluated), self.stepped())
             self.take_assigned(bucket for bucket in self.buckets() if self.engine.is_used(bucket))
             self.engine.keep_state(self.buckets())
         return result
