@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper, through_guard
 from booster_core.ranks import NamedCall
+from booster_fsdp._torch_private import graph_task
 from booster_fsdp.parameters import refuse_hook, whole_of
 from booster_runtime.data import tensors_of
 from booster_runtime.local_state import refuse_pickle
@@ -199,12 +200,14 @@ class FSDPModel(ModelWrapper):
     def _outermost(self) -> Iterator[None]:
         """Begin with what the shards hold, and end with modules that hold shards, around a call of the model.
 
-        What is gathered stays so for backward, but not after a call without gradients.
+        What is gathered stays so for backward, but not after a call without gradients. A call within backward is a
+        checkpoint's of the whole model, which runs again: backward gathers and frees by itself.
 
         Raises:
             ConfigError: If other tensors are in the place of parameters, with which torch would not compute.
         """
-        if not self.gradients.depth:
+        is_again = graph_task() != -1
+        if not self.gradients.depth and not is_again:
             self.gradients.calls.check_runs("")
             self.gradients.reshard()
             if self._has_others():
@@ -224,7 +227,7 @@ class FSDPModel(ModelWrapper):
             is_done = True
         finally:
             self.gradients.depth -= 1
-            if not self.gradients.depth:
+            if not self.gradients.depth and not is_again:
                 if is_done and torch.is_grad_enabled():
                     self.gradients.note_kept()
                 else:
