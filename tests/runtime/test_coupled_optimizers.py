@@ -128,7 +128,7 @@ def checked_step(step_on):
     parameters = parameters_with_gradients()
     optimizer = Own(parameters, step_on)
     check = CouplingCheck(optimizer, is_unknown=may_couple(optimizer, "auto"), device=torch.device("cpu"))
-    check.run(optimizer.step, parameters)
+    check.run(optimizer.step)
     return check, optimizer, parameters
 
 
@@ -161,8 +161,8 @@ def test_the_first_step_is_watched_alone_and_compiled_code_runs_eagerly_in_it():
         for p in parameters:
             p.sub_(lr * direction(p.grad))
 
-    check, optimizer, parameters = checked_step(step_on)
-    check.run(optimizer.step, parameters)
+    check, optimizer, _ = checked_step(step_on)
+    check.run(optimizer.step)
     assert seen == [1, 0]
 
 

@@ -360,7 +360,7 @@ class FSDPOptimizer(OptimizerWrapper):
         if closure is None:
             self._make_ready()
         run = self.optim.step if closure is None else functools.partial(self.optim.step, evaluated)
-        result = self._coupling.run(run, self.views.of.values())
+        result = self._coupling.run(run)
         self.views.drop_gradients()
         for whole in self._whole:
             whole.scatter()

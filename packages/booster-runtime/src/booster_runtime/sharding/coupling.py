@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
 _READS_VALUES = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "equal", "allclose"})
@@ -44,34 +43,32 @@ class CouplingCheck:
     """
 
     def __init__(self, optimizer: Optimizer, *, is_unknown: bool, device: torch.device) -> None:
-        self._name = type(optimizer).__qualname__
+        self._optimizer = optimizer
         self._is_due = is_unknown
         self._device = device
 
-    def run(self, step: Callable[[], _T], stepped: Iterable[Tensor], group: ProcessGroup | None = None) -> _T:
+    def run(self, step: Callable[[], _T]) -> _T:
         """Step, and raise on every rank if the update of a parameter depends on another one's gradient or values.
 
         Args:
-            step: Steps the optimizer.
-            stepped: What it steps on here.
-            group: The ranks that step together; all where ``None``.
+            step: Steps the optimizer, on what its groups list.
 
         Raises:
             ConfigError: If so.
 
-        Collective: the ranks that step together, the first time.
+        Collective: every rank of the world, the first time.
         """
         if not self._is_due:
             return step()
         self._is_due = False
-        watch = _Watch(stepped)
+        watch = _Watch(each for group in self._optimizer.param_groups for each in group["params"])
         # What is compiled is not seen.
         compiler: Any = torch.compiler if "torch._dynamo" in sys.modules else None
         with compiler.set_stance("force_eager") if compiler else contextlib.nullcontext(), watch:
             result = step()
-        if any(AnyRankFlags(bytearray([watch.is_coupled]), self._device, group).wait()):
+        if any(AnyRankFlags(bytearray([watch.is_coupled]), self._device).wait()):
             msg = (
-                f"{self._name} lets one parameter influence the update of another, as by a norm or a step size of all: "
+                f"{type(self._optimizer).__qualname__} lets one parameter influence the update of another, as by a norm or a step size of all: "
                 "each rank would take that of the parameters that it steps on. Let the plugin clip "
                 "(`optimizer.clip_grad_by_norm`), or use plugin='ddp'; where parameters are independent, pass "
                 "`partition='parameter'`."

@@ -319,7 +319,7 @@ class ShardedOptimizer(OptimizerWrapper):
         result = None
         if not self._steps_in_parts:
             with stepping_on(buckets):
-                result = self._coupling.run(self.step_inside, self.stepped())
+                result = self.step_inside()
                 self.take_assigned(buckets)
                 self.engine.keep_state(buckets)
             return result
@@ -341,8 +341,11 @@ class ShardedOptimizer(OptimizerWrapper):
         return result
 
     def step_inside(self) -> Any:
-        """Step the user's optimizer, on what its groups list."""
-        return self.optim.step()
+        """Step the user's optimizer, on what its groups list.
+
+        Collective: as `CouplingCheck.run`.
+        """
+        return self._coupling.run(self.optim.step)
 
     def _bring_counters(self, pieces: Container[int]) -> None:
         """Move the counters of steps to where pieces are stepped on, for optimizers that take them from there.
@@ -400,7 +403,7 @@ class ShardedOptimizer(OptimizerWrapper):
                         stack.enter_context(bucket.stepping())
                 return loss
 
-            result = self._coupling.run(functools.partial(self.optim.step, evaluated), self.stepped())
+            result = self._coupling.run(functools.partial(self.optim.step, evaluated))
             self.take_assigned(bucket for bucket in self.buckets() if self.engine.is_used(bucket))
             self.engine.keep_state(self.buckets())
         return result
