@@ -68,10 +68,10 @@ class CouplingCheck:
             result = step()
         if any(AnyRankFlags(bytearray([watch.is_coupled]), self._device).wait()):
             msg = (
-                f"{type(self._optimizer).__qualname__} lets one parameter influence the update of another, as by a norm or "
-                "a step size of all: each rank would take that of the parameters that it steps on. Let the plugin clip "
-                "(`optimizer.clip_grad_by_norm`), or use plugin='ddp'; where parameters are independent, pass "
-                "`partition='parameter'`."
+                f"{type(self._optimizer).__qualname__} lets one parameter influence the update of another, as by a "
+                "norm or a step size of all: each rank would take that of the parameters that it steps on. Let the "
+                "plugin clip (`optimizer.clip_grad_by_norm`), or use plugin='ddp'; where parameters are independent, "
+                "pass `partition='parameter'`."
             )
             raise ConfigError(msg)
         return result
