@@ -313,7 +313,8 @@ class _DryStages(StagedModel):
         super().__init__(model, cuts, ranges)
         self._whole = whole
         self._watch({output.module for output in whole.outputs})
-        for layer in cuts.trace.layers:
+        for layer, layer_forward in zip(cuts.trace.layers, self._layer_forwards, strict=True):
+            layer_forward.is_quick = False  # each call is noted
             module: Any = self._modules[layer.name]
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False
@@ -326,7 +327,7 @@ class _DryStages(StagedModel):
         """Begin with a run of a stage."""
         self.carried, self.calls, self._num_called = (), [], 0
         self._first = stage.first
-        self.enclose_compiled()
+        self.enclose_calls()
 
     def _new_mode(self, stage: StageRange) -> TorchFunctionMode:
         del stage

@@ -215,7 +215,7 @@ class PipelineRun:
 
         Collective: every rank of the pipeline.
         """
-        self._staged.enclose_compiled()
+        self._staged.enclose_calls()
         if self._record is not None:
             self._record.begin()
         for sender in self._inbox:

@@ -43,17 +43,28 @@ _MISSING = object()
 _describes = functools.cache(only_describes)
 
 
-@contextlib.contextmanager
-def outside_of(mode: TorchFunctionMode | None) -> Iterator[None]:
-    """Leave a function mode, if there is one, where it is the innermost."""
-    is_top = mode is not None and _get_current_function_mode() is mode  # type: ignore[no-untyped-call]
-    if is_top:
-        _pop_mode()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if is_top:
-            _push_mode(mode)  # type: ignore[no-untyped-call]
+class outside_of:  # noqa: N801 - a function for who uses it; around each layer, where a generator costs more
+    """Leave a function mode, if there is one, where it is the innermost.
+
+    Args:
+        mode: The mode.
+    """
+
+    __slots__ = ("_left", "_mode")
+    _left: TorchFunctionMode | None
+
+    def __init__(self, mode: TorchFunctionMode | None) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        """Leave it."""
+        is_innermost = self._mode is not None and _get_current_function_mode() is self._mode  # type: ignore[no-untyped-call]
+        self._left = _pop_mode() if is_innermost else None  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *_: object) -> None:
+        """Go back into it."""
+        if self._left is not None:
+            _push_mode(self._left)  # type: ignore[no-untyped-call]
 
 
 class NotedCalls(TorchFunctionMode):
@@ -133,11 +144,14 @@ class AbsentCalls:
         Raises:
             Exception: What the forward raises without values.
         """
-        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        leaves: list[Any] = [*args, *kwargs.values()]
+        structure: Any = (len(args), *kwargs)
+        if not all(map(is_plain, leaves)):
+            leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         key = None if self.is_watched else self._key(leaves, structure)
         found = None if key is None else self._known.get(key)
         if found is None:
-            args, kwargs = pytree.tree_unflatten(map(self._without_values, leaves), structure)
+            args, kwargs = pytree.tree_map(self._without_values, (args, dict(kwargs)))
             reads = _KnownReads()
             with in_trial(forms), reads, preserve_attributes(self._module), _kept_buffers(self._module):
                 output = self._forward(*args, **kwargs)
@@ -147,8 +161,8 @@ class AbsentCalls:
                 if len(self._known) >= _MOST_KNOWN:
                     self._known.clear()
                 self._known[key] = found
-        made = (absent_like(each, self._origin) if isinstance(each, ActivationMeta) else each for each in found[0])
-        return pytree.tree_unflatten(made, found[1])
+        made = [absent_like(each, self._origin) if isinstance(each, ActivationMeta) else each for each in found[0]]
+        return made[0] if found[1].is_leaf() else pytree.tree_unflatten(made, found[1])
 
     def _without_values(self, leaf: Any) -> Any:
         is_known = isinstance(leaf, Tensor) and leaf.is_floating_point() and not isinstance(leaf, AbsentTensor)
