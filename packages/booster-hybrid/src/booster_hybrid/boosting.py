@@ -22,12 +22,10 @@ from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridEngine, HybridOptimizer, check_experts, check_state, cut_state, leave_out
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import (
-    BatchDimensions,
     batch_at_hand,
     check_entries,
     dry_run_failed,
     example_batch,
-    lengths_of,
 )
 from booster_hybrid.pipeline.find_layers import find_layers
 from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
@@ -189,7 +187,7 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     copies, make_engine = {}, None
     if plan is not None:
         copies = plan.copies(model)
-        make_engine = _cut(plan, found, objects, context, options, mesh, has_experts=bool(experts))
+        make_engine = _cut(plan, objects, context, options, mesh, has_experts=bool(experts))
     replica, callers = mesh["pp", "sp", "tp"], mesh["ep", "pp", "sp", "tp"]
     shards_parameters = config.zero is not None and config.zero.stage == _PARAMETERS
     if shards_parameters:  # a forward gathers over the data parallel ranks, too
@@ -331,12 +329,10 @@ class FoundLayers(NamedTuple):
     Args:
         lists: Names of the lists.
         cuts: How the model may be cut there; ``None`` without a pipeline.
-        entries: The lengths of the entries of example batches.
     """
 
     lists: list[str]
     cuts: Any = None
-    entries: Sequence[dict[str, int]] = ()
 
 
 def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions) -> FoundLayers:
@@ -356,12 +352,11 @@ def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions)
     if config.size == 1 and lists:
         return FoundLayers(lists)
     found: Any = None
-    entries: list[dict[str, int]] = []
     with raised_on_all("boost", context.device):
         try:
             batch = _example(objects, options, context.device)
             if options.split_batch is None:
-                entries = [*check_entries(objects.dataloader), lengths_of(batch)]
+                check_entries(objects.dataloader)
             if context.coordinator.rank == 0:
                 found = _run_dry(model, lists, batch, options, trains=bool(objects.optimizers))
         except (BoosterError, TypeError):
@@ -369,7 +364,7 @@ def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions)
         except Exception as error:
             raise dry_run_failed(model, error) from error
     lists, cuts = context.coordinator.broadcast_object(found, name="boost", meets=False)
-    return FoundLayers(lists, cuts, entries)
+    return FoundLayers(lists, cuts)
 
 
 def _known_lists(model: nn.Module, context: BoostContext, options: ShardOptions) -> list[str]:
@@ -496,7 +491,6 @@ def _stage_of(plan: StagePlan, mesh: Mesh) -> dict[str, Any]:
 
 def _cut(
     plan: StagePlan,
-    found: FoundLayers,
     objects: Boosted,
     context: BoostContext,
     options: ShardOptions,
@@ -539,7 +533,6 @@ def _cut(
             config.pipeline,
             pipeline.index,
             link,
-            BatchDimensions(model, found.entries),
             replica=mesh["pp", "sp", "tp"],
             data=mesh["dp",],
             sharing=[mesh[name,] for name in ("tp", "sp", "ep")],

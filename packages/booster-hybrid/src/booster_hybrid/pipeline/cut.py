@@ -210,12 +210,10 @@ class StageInputs:
     Args:
         boundaries: What each stage gets from the one before.
         skips_idle: Whether stages leave out modules of which they have no parameters; see `idle_modules`.
-        sample_dims: For paths of outputs, along which dimension they have an entry per sample; ``None`` for none.
     """
 
     boundaries: tuple[BoundarySpec, ...]
     skips_idle: bool = True
-    sample_dims: Mapping[str, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

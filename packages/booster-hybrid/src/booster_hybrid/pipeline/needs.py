@@ -13,7 +13,6 @@ and its outputs with those of the whole model.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections import defaultdict
@@ -45,10 +44,9 @@ from booster_hybrid.pipeline.cut import (
     prefixes,
     share_layers,
 )
-from booster_hybrid.pipeline.microbatches import count_samples, doubled
 from booster_hybrid.pipeline.runtime import explained
 from booster_hybrid.pipeline.stage_forward import NotedCalls, preserve_attributes
-from booster_hybrid.pipeline.trace import call_on, run_dry, stand_ins, trace_on, with_stand_ins
+from booster_hybrid.pipeline.trace import run_dry, stand_ins, trace_on, with_stand_ins
 from booster_runtime.data import leaves_by_path, tensors_of
 
 if TYPE_CHECKING:
@@ -81,7 +79,7 @@ def find_needs(
     Raises:
         ConfigError: If a stage needs what can't be sent to it, or computes something else than the whole model.
     """
-    found: list[tuple[Trace, WholeRun, StageInputs]] = []
+    found: list[tuple[Trace, StageInputs]] = []
 
     def run(make: Callable[[Tensor], Tensor], example: Any) -> None:
         tensors, options = stand_ins(model, make), {"is_fake": make is not torch.Tensor.detach, "trains": trains}
@@ -94,49 +92,11 @@ def find_needs(
                 if is_first:
                     continue  # the model may do something in its first forward alone
                 raise
-            found[:] = [(trace, whole, needs)]
+            found[:] = [(trace, needs)]
             return
 
     run_dry(model, batch, run)
-    ((trace, whole, needs),) = found
-    dims = _sample_dims(model, batch, {path: tensor.shape for path, tensor in whole.results.items()})
-    return trace, replace(needs, sample_dims=dims)
-
-
-def _sample_dims(model: nn.Module, batch: Any, shapes: Mapping[str, torch.Size]) -> dict[str, int | None]:
-    """Return along which dimension outputs have an entry per sample, ``None`` for those that have none.
-
-    Where it is not the first one, a dry run of twice as many samples tells. Outputs of which it can't be told are left
-    out.
-
-    Args:
-        model: The whole model.
-        batch: What was run.
-        shapes: Of the outputs then, by path.
-    """
-    try:
-        count = count_samples(batch)
-    except ConfigError:  # it is not split into microbatches either
-        return {}
-    found = {path: 0 if shape else None for path, shape in shapes.items() if not shape or shape[0] == count > 1}
-    if len(found) == len(shapes):
-        return found
-    larger: dict[str, torch.Size] = {}
-
-    def run(make: Callable[[Tensor], Tensor], example: Any) -> None:
-        output = call_on(model, stand_ins(model, make), example)
-        larger.update((path, tensor.shape) for path, tensor in tensors_of(output))
-
-    with contextlib.suppress(Exception):  # a model for one number of samples
-        run_dry(model, doubled(batch), run)
-    for path in larger.keys() & shapes.keys() - found.keys():
-        pairs = list(zip(shapes[path], larger[path], strict=False))
-        differ = [dim for dim, (one, two) in enumerate(pairs) if one != two]
-        if not differ:
-            found[path] = None
-        elif len(differ) == 1 and not (one := pairs[differ[0]][0]) % count and pairs[differ[0]][1] == 2 * one:
-            found[path] = differ[0]  # several for each sample, such as the states of an image's patches
-    return found
+    return found[0]
 
 
 class _Search:
