@@ -12,7 +12,7 @@ from matrix import matrix, named
 from booster_core import Booster, DistCoordinator
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.mesh_attributes import PipelinePosition
+from booster_hybrid.mesh import PipelinePosition
 from booster_runtime import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for

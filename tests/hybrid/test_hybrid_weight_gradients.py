@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import policy_for
-from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.plan import parallelize

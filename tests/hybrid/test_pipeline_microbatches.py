@@ -15,8 +15,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.example import check_entries, example_batch
-from booster_hybrid.pipeline.microbatches import count_samples, join_outputs, share_samples, split_batch
+from booster_hybrid.pipeline.batches import (
+    check_entries,
+    count_samples,
+    example_batch,
+    join_outputs,
+    share_samples,
+    split_batch,
+)
 
 
 def test_samples_of_a_loader_with_a_batch_sampler_are_collated():

@@ -19,7 +19,7 @@ from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.optimizer import HybridEngine
 from booster_hybrid.pipeline.cut import BoundarySpec, StagedModel
-from booster_hybrid.pipeline.needs import _Search
+from booster_hybrid.pipeline.stages import _Search
 from booster_hybrid.probe.probe import CheckedPolicy
 from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -296,7 +296,7 @@ FAULTS = {
         squared,
         lambda: drawn(4, WIDTH),
         pipeline,
-        patched("booster_hybrid.pipeline.needs._Search._needs", without_values(_Search._needs)),
+        patched("booster_hybrid.pipeline.stages._Search._needs", without_values(_Search._needs)),
         "needs values of module 'entry', which another pipeline stage has",
     ),
     "detached-value-lost-at-a-cut": (
@@ -304,7 +304,7 @@ FAULTS = {
         squared,
         lambda: drawn(4, WIDTH),
         pipeline,
-        patched("booster_hybrid.pipeline.needs._Search._needs", without_values(_Search._needs)),
+        patched("booster_hybrid.pipeline.stages._Search._needs", without_values(_Search._needs)),
         "needs values of layer 'layers.0', which another pipeline stage has",
     ),
     "layerdrop-at-a-cut": (

@@ -17,30 +17,31 @@ import torch
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.state import named_modules
-from booster_hybrid.fixed_draws import preserve_generators
 from booster_hybrid.model import HybridModel
+from booster_hybrid.modules import inner_model
 from booster_hybrid.optimizer import HybridEngine, HybridOptimizer, check_experts, check_state, cut_state, leave_out
-from booster_hybrid.pipeline.engine import PipelineEngine
-from booster_hybrid.pipeline.example import (
+from booster_hybrid.pipeline.batches import (
     batch_at_hand,
     check_entries,
     dry_run_failed,
     example_batch,
 )
-from booster_hybrid.pipeline.find_layers import find_layers
+from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
-from booster_hybrid.pipeline.record import PipelineRecord
+from booster_hybrid.pipeline.runtime import PipelineRecord
 from booster_hybrid.pipeline.schedule import ZERO_BUBBLE, make_schedule
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
+from booster_hybrid.pipeline.trace import find_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, language_model, layer_lists, policy_for
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
-from booster_hybrid.same_training import DirectWeightUses, RequiresGradCheck, check_copies, parts_of
+from booster_hybrid.random_streams import preserve_generators
+from booster_hybrid.same_training import RequiresGradCheck, check_copies
 from booster_hybrid.sequence_parallel.stack import Mixers
 from booster_hybrid.state import LocalModel
 from booster_hybrid.tensor_parallel.adapters import without_stacked_adapters
-from booster_hybrid.tensor_parallel.module_names import inner_model
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
+from booster_hybrid.weight_reads import DirectWeightUses, parts_of
 from booster_runtime.collectives import new_groups
 from booster_runtime.compiling import compile_apart
 from booster_runtime.data import move_batch
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from booster_hybrid.config import HybridConfig
     from booster_hybrid.expert_parallel.apply import ExpertsModule
     from booster_hybrid.mesh import Axis, Mesh
-    from booster_hybrid.pipeline.microbatches import SplitHook
+    from booster_hybrid.pipeline.batches import SplitHook
     from booster_hybrid.policy.base import ShardingPolicy
     from booster_hybrid.sequence_parallel.stack import Argument
     from booster_hybrid.tensor_parallel.split import Split

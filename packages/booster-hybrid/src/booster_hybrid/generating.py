@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from booster_core.errors import ConfigError
 from booster_core.ranks import DistCoordinator, NamedCall
 from booster_hybrid.random_streams import drawing_alike
-from booster_hybrid.same_batch import check_same_batch, checksum_of
+from booster_hybrid.same_training import check_same_batch, checksum_of
 from booster_runtime.sharding import generating_model
 
 if TYPE_CHECKING:

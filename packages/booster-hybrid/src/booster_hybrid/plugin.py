@@ -40,14 +40,13 @@ from booster_hybrid.config import (
     sequence_config,
     zero_options,
 )
-from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
-from booster_hybrid.mesh_attributes import MeshAttributes
+from booster_hybrid.mesh import AXES, MeshAttributes, check_order, make_groups, meshes_to_plan
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer
-from booster_hybrid.pipeline.microbatches import cut_batch
+from booster_hybrid.pipeline.batches import cut_batch
 from booster_hybrid.pipeline.schedule import make_schedule
-from booster_hybrid.same_training import parts_of
 from booster_hybrid.state import HybridStateAdapter
+from booster_hybrid.weight_reads import parts_of
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
 from booster_runtime.sharding import refuse_renormalized
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.precision import LossScaleConfig
     from booster_hybrid.mesh import Mesh
-    from booster_hybrid.pipeline.microbatches import SplitHook
+    from booster_hybrid.pipeline.batches import SplitHook
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
     from booster_hybrid.state import LocalModel

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.mesh import RankGroup
 
 _MEETING = "gather of split logits"
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.mesh import RankGroup
 
 
 _has_no_values: ContextVar[bool] = ContextVar("booster tokens without values", default=False)

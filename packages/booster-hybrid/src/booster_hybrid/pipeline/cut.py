@@ -4,7 +4,7 @@ Each stage runs the model's own forward on the whole microbatch. Layers before i
 its first layer gets the arguments that the stage before has sent, by name, and the first layer after its range ends the
 forward, and its arguments are what this stage sends, but for those that the next one has by itself: masks, position
 tables and the like are recomputed from the microbatch on each stage. What else later stages need goes along with these
-arguments; see `booster_hybrid.pipeline.needs`. What a stage has not got is absent, and raises where it is read; see
+arguments; see `booster_hybrid.pipeline.stages`. What a stage has not got is absent, and raises where it is read; see
 `booster_hybrid.pipeline.absent`.
 """
 
@@ -34,10 +34,9 @@ from booster_hybrid.pipeline.absent import (
     refuse,
     take_place,
 )
-from booster_hybrid.pipeline.arguments import ArgumentNames
 from booster_hybrid.pipeline.label_means import CountedLoss
 from booster_hybrid.pipeline.p2p import check_sendable
-from booster_hybrid.pipeline.stage_forward import AbsentCalls, outside_of, show
+from booster_hybrid.pipeline.stage_forward import AbsentCalls, ArgumentNames, outside_of, show
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
 if TYPE_CHECKING:

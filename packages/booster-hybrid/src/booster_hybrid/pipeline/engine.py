@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.ranks import NamedCall
-from booster_hybrid.fixed_draws import preserve_generators
+from booster_hybrid.pipeline.batches import cut_batch, join_outputs
 from booster_hybrid.pipeline.label_means import LabelMeans, other_mean
-from booster_hybrid.pipeline.microbatches import cut_batch, join_outputs
 from booster_hybrid.pipeline.runtime import PipelineRun, RankSchedule
 from booster_hybrid.pipeline.schedule import ActionKind, make_schedule
-from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed
-from booster_hybrid.same_batch import ToHost, checksum_of, different_batches
+from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed, preserve_generators
+from booster_hybrid.same_training import ToHost, checksum_of, different_batches
 from booster_runtime import collectives
 from booster_runtime.data import move_batch
 from booster_runtime.label_means import are_parts_weighed
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
     from booster_hybrid.config import PipelineConfig
     from booster_hybrid.mesh import Axis
     from booster_hybrid.optimizer import HybridOptimizer
+    from booster_hybrid.pipeline.batches import SplitHook
     from booster_hybrid.pipeline.cut import StagedModel
-    from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.p2p import P2PChannel
     from booster_hybrid.pipeline.schedule import Schedule
-    from booster_hybrid.same_training import DirectWeightUses
+    from booster_hybrid.weight_reads import DirectWeightUses
 
 _MOST_WAIT = 5.0
 """Seconds for which a rank that has failed waits for others to fail alike; they wait for it in a collective else."""

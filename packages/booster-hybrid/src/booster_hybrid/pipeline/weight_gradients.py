@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from booster_hybrid.tensor_parallel.linear import is_linear, is_transposed
-from booster_hybrid.tensor_parallel.tables import SplitTable
+from booster_hybrid.weight_reads import SplitTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

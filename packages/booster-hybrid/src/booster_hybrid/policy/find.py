@@ -15,10 +15,10 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors, named_modules
+from booster_hybrid.modules import inner_model
 from booster_hybrid.policy.base import WHOLE_SEQUENCES, ExpertRule, ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.policy.families import FAMILIES, PLANS
 from booster_hybrid.policy.mixers import rules_of_mixers
-from booster_hybrid.tensor_parallel.module_names import inner_model
 
 _STYLES = {
     "colwise": Style.COLUMN,

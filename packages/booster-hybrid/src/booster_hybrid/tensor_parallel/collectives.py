@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.mesh import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
 
     _Ranks = RankGroup | str

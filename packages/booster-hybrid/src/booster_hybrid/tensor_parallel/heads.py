@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from booster_hybrid.layer_plan import ModulePatches
+    from booster_hybrid.modules import ModulePatches
     from booster_hybrid.tensor_parallel.split import Split
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_hybrid.rank_group import AloneRank
+from booster_hybrid.mesh import AloneRank
 from booster_hybrid.tensor_parallel.collectives import (
     enter,
     gather_last,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_hybrid.mesh import RankGroup
     from booster_hybrid.pipeline.weight_gradients import SplitBackward, Waiting
-    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
     from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary
 

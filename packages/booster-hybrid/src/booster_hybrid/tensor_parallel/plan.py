@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_hybrid.layer_plan import ModulePatches
+from booster_hybrid.modules import ModuleNames, ModulePatches, inner_model
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.policy.mixers import MIXERS, lengths_of_blocks
 from booster_hybrid.random_streams import SplitStreams
@@ -25,7 +25,6 @@ from booster_hybrid.tensor_parallel.adapters import check_wrappers, split_adapte
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
 from booster_hybrid.tensor_parallel.heads import OwnHeads, cut_arguments, narrow_input, read_real
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward, is_transposed
-from booster_hybrid.tensor_parallel.module_names import ModuleNames, inner_model
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
 from booster_hybrid.tensor_parallel.summed_gradients import OutputSum, sum_where_used
 from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary, VocabularyForward
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.mesh import RankGroup
 
 _ALIGNMENT = 8
 COLUMNS = (Style.COLUMN, Style.COLUMN_GATHER, Style.HEAD)

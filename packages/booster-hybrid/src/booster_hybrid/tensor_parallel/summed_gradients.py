@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.layer_plan import ModulePatches
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.mesh import RankGroup
+    from booster_hybrid.modules import ModulePatches
     from booster_hybrid.tensor_parallel.split import Split
 
 
