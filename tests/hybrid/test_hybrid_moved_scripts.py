@@ -187,5 +187,5 @@ def test_groups_are_refused_before_a_model_is_boosted(name):
 def test_what_a_script_can_not_see_of_chunks_is_refused():
     position = PipelinePosition(stage=0, num_stages=2, first=0, last=1)
     for ask in (position.is_first_stage, position.is_last_stage):
-        with pytest.raises(ConfigError, match="asks about the chunk that runs at the moment"):
+        with pytest.raises(ConfigError, match="the answer is about all stages of this rank"):
             ask(ignore_chunk=False)

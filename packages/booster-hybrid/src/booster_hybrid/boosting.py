@@ -10,7 +10,7 @@ import functools
 import gc
 import logging
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,7 +50,6 @@ from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import ShardingRanks, check_distinct_memory, raised_on_all, working_dtypes
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import nn
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from booster_hybrid.config import HybridConfig
     from booster_hybrid.expert_parallel.apply import ExpertsModule
     from booster_hybrid.mesh import Axis, Mesh
-    from booster_hybrid.pipeline.batches import SplitHook
+    from booster_hybrid.plugin import HybridParallelPlugin
     from booster_hybrid.policy.base import ShardingPolicy
     from booster_hybrid.sequence_parallel.stack import Argument
     from booster_hybrid.tensor_parallel.split import Split
@@ -69,29 +68,6 @@ if TYPE_CHECKING:
 
 _PARAMETERS = 3
 """The stage of ZeRO that shards parameters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardOptions:
-    """Options of the plugin that decide how a model is split; see `HybridParallelPlugin`.
-
-    Args:
-        config: The mesh.
-        custom_policy: How the model is split, where the user says so.
-        example_batch: A batch for the dry run that finds a pipeline's layers.
-        split_batch: Splits batches into microbatches; ``None`` splits each tensor along its first dimension.
-        parallel_output: Leave logits split.
-        unchecked: ``"raise"`` where it can't be found out whether a split layer is right, or ``"allow"``.
-        pipeline_record: Where each rank of a pipeline writes down when it did what.
-    """
-
-    config: HybridConfig
-    custom_policy: ShardingPolicy | None
-    example_batch: Any
-    split_batch: SplitHook | None
-    parallel_output: bool
-    unchecked: str
-    pipeline_record: str | os.PathLike[str] | None
 
 
 class Sharded(NamedTuple):
@@ -109,14 +85,14 @@ class Sharded(NamedTuple):
 
 
 def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads from top to bottom
-    objects: Boosted, context: BoostContext, options: ShardOptions, mesh: Mesh, zero: LowLevelZeroPlugin
+    objects: Boosted, context: BoostContext, options: HybridParallelPlugin, mesh: Mesh, zero: LowLevelZeroPlugin
 ) -> Sharded:
     """Split the model's layers, cut it into stages, and shard what the optimizer updates.
 
     Args:
         objects: What the user gave to `boost`.
         context: Device, precision and ranks of the run.
-        options: The plugin's options.
+        options: The plugin, which has the options.
         mesh: This rank's place and groups.
         zero: What lets the data parallel ranks share the optimizer's state.
 
@@ -264,7 +240,7 @@ class CheckedModel(NamedTuple):
     unchecked: dict[str, str] = {}  # noqa: RUF012 - never written to
 
 
-def _checked_experts(model: nn.Module, context: BoostContext, options: ShardOptions) -> list[ExpertsModule]:
+def _checked_experts(model: nn.Module, context: BoostContext, options: HybridParallelPlugin) -> list[ExpertsModule]:
     """Return the modules of experts that are spread."""
     from booster_hybrid.expert_parallel.apply import find_experts
     from booster_hybrid.expert_parallel.exchange import is_evenly_routed
@@ -278,13 +254,15 @@ def _checked_experts(model: nn.Module, context: BoostContext, options: ShardOpti
     return experts
 
 
-def _check_layers(objects: Boosted, context: BoostContext, options: ShardOptions, place: torch.device) -> CheckedModel:
+def _check_layers(
+    objects: Boosted, context: BoostContext, options: HybridParallelPlugin, place: torch.device
+) -> CheckedModel:
     """Check that the model's layers compute the same when they are split.
 
     Args:
         objects: As for `shard`, as the next ones.
         context: Device and ranks of the run.
-        options: The plugin's options.
+        options: The plugin.
         place: Where the model is.
 
     Collective: every rank of the world.
@@ -319,7 +297,7 @@ def _check_layers(objects: Boosted, context: BoostContext, options: ShardOptions
     return CheckedModel(policy, left_whole, found.unchecked)
 
 
-def _example(objects: Boosted, options: ShardOptions, place: torch.device) -> Any:
+def _example(objects: Boosted, options: HybridParallelPlugin, place: torch.device) -> Any:
     """Return a batch that the model takes, where the model is."""
     return move_batch(example_batch(objects.model, objects.dataloader, options.example_batch), place)
 
@@ -336,7 +314,7 @@ class FoundLayers(NamedTuple):
     cuts: Any = None
 
 
-def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions) -> FoundLayers:
+def _find_layers(objects: Boosted, context: BoostContext, options: HybridParallelPlugin) -> FoundLayers:
     """Find the model's layers and how it may be cut into stages, by a dry run on the first rank.
 
     The dry run needs the whole model, and communicates nothing. Every rank reads the batch for it, so that data sets
@@ -368,7 +346,7 @@ def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions)
     return FoundLayers(lists, cuts)
 
 
-def _known_lists(model: nn.Module, context: BoostContext, options: ShardOptions) -> list[str]:
+def _known_lists(model: nn.Module, context: BoostContext, options: HybridParallelPlugin) -> list[str]:
     """Return the lists of layers that a policy names; none where a dry run has to find them."""
     known = known_layers(model, options.custom_policy, context.hooks)
     if known is None:
@@ -385,7 +363,7 @@ def _paths(model: nn.Module, lists: Sequence[str]) -> list[str]:
     return [paths.get(name, name) for name in lists]
 
 
-def _run_dry(model: nn.Module, known: Sequence[str], batch: Any, options: ShardOptions, *, trains: bool) -> Any:
+def _run_dry(model: nn.Module, known: Sequence[str], batch: Any, options: HybridParallelPlugin, *, trains: bool) -> Any:
     """Return the lists of layers, and how the model may be cut there."""
     config = options.config.pipeline
     is_pipeline = config.size > 1
@@ -398,7 +376,7 @@ def _run_dry(model: nn.Module, known: Sequence[str], batch: Any, options: ShardO
 
 
 def _check_sequences(
-    lists: Sequence[str], objects: Boosted, context: BoostContext, options: ShardOptions
+    lists: Sequence[str], objects: Boosted, context: BoostContext, options: HybridParallelPlugin
 ) -> tuple[list[dict[Argument, int | None]], Mixers]:
     """Check that sequences can be split between the layers, on a batch of the data loader or a dummy.
 
@@ -450,7 +428,7 @@ def _split_sequences(
     split: TensorParallelModel,
     seen: tuple[Sequence[dict[Argument, int | None]], Mixers],
     mesh: Mesh,
-    options: ShardOptions,
+    options: HybridParallelPlugin,
 ) -> None:
     """Let layers work on this rank's positions, in place."""
     from booster_hybrid.sequence_parallel.apply import split_sequences
@@ -494,7 +472,7 @@ def _cut(
     plan: StagePlan,
     objects: Boosted,
     context: BoostContext,
-    options: ShardOptions,
+    options: HybridParallelPlugin,
     mesh: Mesh,
     *,
     has_experts: bool,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch.distributed as dist
 
@@ -410,38 +410,19 @@ class PipelinePosition:
     first: int
     last: int
 
-    def is_first_stage(self, *, ignore_chunk: bool = True) -> bool:
-        """Return whether one of this rank's stages is the model's first one, where batches enter.
+    def is_first_stage(self, *, ignore_chunk: Literal[True] = True) -> bool:
+        """Return whether one of this rank's stages is the model's first one, where batches enter."""
+        return self._is_at(self.first, ignore_chunk=ignore_chunk)
 
-        Args:
-            ignore_chunk: Must be ``True``: the answer is about all stages of the rank.
+    def is_last_stage(self, *, ignore_chunk: Literal[True] = True) -> bool:
+        """Return whether one of them is the last one: this rank gets losses and outputs of `execute_pipeline`."""
+        return self._is_at(self.last, ignore_chunk=ignore_chunk)
 
-        Raises:
-            ConfigError: If it is not.
-        """
-        _check_chunk(ignore_chunk=ignore_chunk)
-        return self.stage == self.first
-
-    def is_last_stage(self, *, ignore_chunk: bool = True) -> bool:
-        """Return whether one of them is the last one: this rank gets losses and outputs of `execute_pipeline`.
-
-        Args:
-            ignore_chunk: As for `is_first_stage`.
-
-        Raises:
-            ConfigError: As `is_first_stage` does.
-        """
-        _check_chunk(ignore_chunk=ignore_chunk)
-        return self.stage == self.last
-
-
-def _check_chunk(*, ignore_chunk: bool) -> None:
-    if not ignore_chunk:
-        msg = (
-            "`ignore_chunk=False` asks about the chunk that runs at the moment, which a script can't see. Leave it "
-            "out: the answer is about all stages of this rank."
-        )
-        raise ConfigError(msg)
+    def _is_at(self, position: int, *, ignore_chunk: bool) -> bool:
+        if not ignore_chunk:  # which would ask about the chunk that runs at the moment
+            msg = "`ignore_chunk=False` is not known: the answer is about all stages of this rank. Leave it out."
+            raise ConfigError(msg)
+        return self.stage == position
 
 
 class _Group:
