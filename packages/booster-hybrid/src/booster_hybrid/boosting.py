@@ -34,7 +34,7 @@ from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_hybrid.pipeline.trace import find_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, language_model, layer_lists, policy_for
-from booster_hybrid.probe.probe import ReadOutsideError, check_policy
+from booster_hybrid.probe.probe import CheckedPolicy, ReadOutsideError, check_policy
 from booster_hybrid.random_streams import preserve_generators
 from booster_hybrid.same_training import RequiresGradCheck, check_copies
 from booster_hybrid.sequence_parallel.stack import Mixers
@@ -116,9 +116,11 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     spread = {key: name for each in experts for key, name in each.spread_parameters().items()}
     for optimizer in optimizers:
         check_experts(optimizer, spread, config.expert.size)
-    checked = CheckedModel()
+    policy, checked = None, CheckedPolicy({})
     if config.tensor.size > 1:
-        checked = _check_layers(objects, context, options, torch.device("cpu") if is_on_host else context.device)
+        policy, checked = _check_layers(
+            objects, context, options, torch.device("cpu") if is_on_host else context.device
+        )
     if is_on_host:
         recording = hollow_objects(model, optimizers, context.device, replace(context.precision, param_dtype=None))
     found = _find_layers(objects, context, options)
@@ -141,7 +143,7 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
         for optimizer in optimizers:
             cut_state(model, optimizer, expert_splits)
     if config.tensor.size > 1:
-        policy = checked.policy or policy_for(model, options.custom_policy, context.hooks)
+        policy = policy or policy_for(model, options.custom_policy, context.hooks)
         split = parallelize(model, policy, mesh.ranks("tp"), parallel_output=options.parallel_output)
         if split.streams is not None and plan is not None:
             split.streams.draw_alike()
@@ -226,20 +228,6 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     return Sharded(boosted, recording, checked.unchecked)
 
 
-class CheckedModel(NamedTuple):
-    """What the check of split layers has found out.
-
-    Args:
-        policy: The policy, where it is another one than the model's: one that reads its embedding's table elsewhere.
-        left_whole: Lists of layers whose sequences stay whole, alike on all ranks.
-        unchecked: Layers that could not be checked, with the reasons.
-    """
-
-    policy: ShardingPolicy | None = None
-    left_whole: frozenset[str] = frozenset()
-    unchecked: dict[str, str] = {}  # noqa: RUF012 - never written to
-
-
 def _checked_experts(model: nn.Module, context: BoostContext, options: HybridParallelPlugin) -> list[ExpertsModule]:
     """Return the modules of experts that are spread."""
     from booster_hybrid.expert_parallel.apply import find_experts
@@ -256,8 +244,12 @@ def _checked_experts(model: nn.Module, context: BoostContext, options: HybridPar
 
 def _check_layers(
     objects: Boosted, context: BoostContext, options: HybridParallelPlugin, place: torch.device
-) -> CheckedModel:
+) -> tuple[ShardingPolicy | None, CheckedPolicy]:
     """Check that the model's layers compute the same when they are split.
+
+    Returns:
+        The policy, where it is another one than the model's, which reads its embedding's table elsewhere; and what the
+        check has found, alike on all ranks.
 
     Args:
         objects: As for `shard`, as the next ones.
@@ -291,10 +283,10 @@ def _check_layers(
             found = check(policy)
         if found.unchecked and options.unchecked == "raise":
             raise _not_checked(model, found.unchecked)
-    left_whole = found.left_whole
     if is_gathered:  # what one has seen depends on its batch
-        left_whole = context.coordinator.broadcast_object(left_whole, name="boost", meets=False)
-    return CheckedModel(policy, left_whole, found.unchecked)
+        left_whole = context.coordinator.broadcast_object(found.left_whole, name="boost", meets=False)
+        found = found._replace(left_whole=left_whole)
+    return policy, found
 
 
 def _example(objects: Boosted, options: HybridParallelPlugin, place: torch.device) -> Any:

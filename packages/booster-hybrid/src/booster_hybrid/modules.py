@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.state import compiled_module, named_modules, without_adapters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import Callable, Iterator, MutableMapping
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -105,7 +105,7 @@ class ModuleNames:
             if isinstance(module, copies):
                 for adapter in module.modules_to_save:
                     self._stands_for[f"{name}.modules_to_save.{adapter}"] = name
-            is_adapters = not adapters.isdisjoint(_prefixes(name))
+            is_adapters = not adapters.isdisjoint(prefixes(name))
             if not is_adapters:
                 self.modules[name] = module
                 self.outermost.setdefault(name, module)
@@ -117,7 +117,7 @@ class ModuleNames:
 
     def in_rules(self, name: str) -> str:
         """Return what rules call a module or parameter: a copy is called as what it stands for."""
-        for prefix in _prefixes(name):
+        for prefix in reversed([*prefixes(name)]):
             if prefix in self._stands_for:
                 return self.in_rules(self._stands_for[prefix] + name[len(prefix) :])
         return name
@@ -127,10 +127,11 @@ class ModuleNames:
         return self.modules[self._stands_for.get(name, name).rpartition(".")[0]]
 
 
-def _prefixes(name: str) -> list[str]:
-    """Return the names of a module and all those above it, but for the root."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+def prefixes(name: str) -> Iterator[str]:
+    """Yield a module's name and those of the modules around it, the outermost last."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def peft_classes() -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.modules import prefixes
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
     ActivationMeta,
@@ -37,6 +38,7 @@ from booster_hybrid.pipeline.absent import (
 from booster_hybrid.pipeline.label_means import CountedLoss
 from booster_hybrid.pipeline.p2p import check_sendable
 from booster_hybrid.pipeline.stage_forward import AbsentCalls, ArgumentNames, outside_of, show
+from booster_hybrid.torch_functions import version_of
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
 if TYPE_CHECKING:
@@ -143,13 +145,6 @@ def _absent_parameters(module: nn.Module, recurse: bool = True) -> Iterator[Tens
     """Yield what stands for the parameters of a module that other stages have."""
     for each in module.modules() if recurse else [module]:
         yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor) and is_absent(value))
-
-
-def prefixes(name: str) -> Iterator[str]:
-    """Yield a module's name and those of the modules around it."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
 
 
 def held_parameters(modules: Mapping[str, nn.Module], trace: Trace, stage: StageRange) -> set[int]:
@@ -375,7 +370,7 @@ class StagedModel:
             key = wanted.get(path)
             values.append(leaf if key is None else self._received.get(key, leaf))
             if key is not None:
-                self._made[key] = values[-1], _version_of(values[-1])
+                self._made[key] = values[-1], version_of(values[-1])
         return pytree.tree_unflatten(values, form) if wanted.values() & self._received.keys() else output
 
     def _is_of_layer(self, name: str) -> bool:
@@ -695,7 +690,7 @@ class StagedModel:
             value, version = self._made.get(output.name, (self._received.get(output.name), 0))
             if not isinstance(value, torch.Tensor):
                 raise self._without_tensor(stage.index, what)
-            if output.name in self._made and _version_of(value) != version:
+            if output.name in self._made and version_of(value) != version:
                 msg = (
                     f"{type(self.model).__name__} can't be cut before its layer '{layer.name}': its forward changes "
                     f"in place {what}, which the next stage gets and would change again. Let it make a new tensor "
@@ -727,11 +722,6 @@ class StagedModel:
             "activations can pass from stage to stage without it. Keep the model from skipping layers (set `layerdrop` "
             "to 0), or use `pp_size=1`."
         )
-
-
-def _version_of(value: Any) -> int:
-    """Return a number that grows when a tensor is written to; those made in inference mode count nothing."""
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0  # noqa: SLF001 - torch tells it nowhere else
 
 
 class _LayerForward:

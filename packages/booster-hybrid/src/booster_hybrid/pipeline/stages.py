@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import AbsentValueError, BoosterError, ConfigError
 from booster_core.state import NamedTensors
+from booster_hybrid.modules import prefixes
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
     ActivationMeta,
@@ -47,7 +48,6 @@ from booster_hybrid.pipeline.cut import (
     held_modules,
     held_parameters,
     idle_modules,
-    prefixes,
     share_layers,
 )
 from booster_hybrid.pipeline.runtime import explained
@@ -55,6 +55,7 @@ from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.stage_forward import NotedCalls, preserve_attributes
 from booster_hybrid.pipeline.trace import copy_of, run_dry, stand_ins, trace_on, with_stand_ins
 from booster_hybrid.random_streams import host_states
+from booster_hybrid.torch_functions import version_of
 from booster_runtime.activations import enable_activation_checkpointing
 from booster_runtime.data import leaves_by_path, tensors_of
 
@@ -333,7 +334,7 @@ class _DryStages(StagedModel):
         for each in outputs:
             form = ActivationMeta.of(self._whole.outputs[each])
             values[each.place] = self._received.get(each.name, absent_like(form, f"module '{name}'", (each,)))
-            self._made[each.name] = values[each.place], 0
+            self._made[each.name] = values[each.place], version_of(values[each.place])
         if None in values:
             return values[None]
         return tuple(values.get(index) for index in range(1 + max(index or 0 for index in values)))

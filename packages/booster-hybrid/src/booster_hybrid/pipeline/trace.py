@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError
 from booster_core.state import call_with_tensors
-from booster_hybrid.modules import peft_classes
+from booster_hybrid.modules import peft_classes, prefixes
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
     ActivationMeta,
@@ -48,7 +48,7 @@ from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by, tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from typing_extensions import Self
@@ -243,7 +243,7 @@ class _Recorder:
             if id(module) in self._layers:
                 call = functools.partial(self._call_layer, self._layers[id(module)])
                 self._undo.append(replace_forward(module, call))
-            elif _is_inside(name, names):
+            elif not names.isdisjoint(prefixes(name)):
                 self._undo.append(module.register_forward_hook(functools.partial(self._on_inner_return, name)).remove)
                 continue
             elif any(True for _ in module.parameters(recurse=False)):
@@ -348,14 +348,6 @@ def _attributes(modules: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[str, s
 def _forms_of(value: Any) -> tuple[list[Any], Any]:
     leaves, form = pytree.tree_flatten(value)
     return [ActivationMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], form
-
-
-def _is_inside(name: str, layers: Collection[str]) -> bool:
-    """Return whether a module is a part of a layer, given its name and those of the layers."""
-    while name := name.rpartition(".")[0]:
-        if name in layers:
-            return True
-    return False
 
 
 class _Fakes(ConstantRandomMode):

@@ -36,9 +36,8 @@ from booster_hybrid.sequence_parallel.layers import (
     refuse_options,
     with_hidden,
 )
-from booster_hybrid.tensor_parallel.collectives import positions_in_graph
+from booster_hybrid.tensor_parallel.collectives import GradientAllReduce, positions_in_graph, sum_where_used
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, GatheredInput, RowForward
-from booster_hybrid.tensor_parallel.summed_gradients import GradientAllReduce, sum_where_used
 from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:

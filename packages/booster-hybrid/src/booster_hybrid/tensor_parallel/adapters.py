@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_core.errors import ConfigError
 from booster_hybrid.modules import ModulePatches
+from booster_hybrid.tensor_parallel.collectives import OutputSum, sum_where_used
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
-from booster_hybrid.tensor_parallel.summed_gradients import OutputSum, sum_where_used
 from booster_hybrid.tensor_parallel.vocabulary import VocabularyForward, looked_up
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from booster_hybrid.tensor_parallel.collectives import (
     not_a_view,
     refuse_second_derivative,
     scatter_last,
+    used,
 )
-from booster_hybrid.tensor_parallel.summed_gradients import used
-from booster_hybrid.torch_functions import outside_of_graphs
+from booster_hybrid.torch_functions import outside_of_graphs, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -248,13 +248,13 @@ class GatheredInput:
 
     def __init__(self, whole: Tensor, part: Tensor, gather: Callable[[Tensor], Callable[[], Tensor]]) -> None:
         self._whole, self._part = weakref.ref(whole), weakref.ref(part)
-        self._versions = _version(whole), _version(part)
+        self._versions = version_of(whole), version_of(part)
         self.again = gather
 
     def is_of(self, source: Tensor) -> bool:
         """Whether a tensor is the input, of which nothing was written to."""
         part = self._part()
-        return self._whole() is source and part is not None and self._versions == (_version(source), _version(part))
+        return self._whole() is source and part is not None and self._versions == (version_of(source), version_of(part))
 
     def part(self) -> Tensor:
         """Return this rank's part."""
@@ -371,7 +371,7 @@ class ColumnSiblings:
         if not torch.is_grad_enabled():  # nothing is shared without backward
             weight, bias = _parameters(module)
             return nn.functional.linear(source, weight.t() if self.is_transposed else weight, bias)
-        state = _version(source), _autocast_dtype(source.device.type), None if split is None else split.pending
+        state = version_of(source), _autocast_dtype(source.device.type), None if split is None else split.pending
         known = self._known(source, state)
         if known is not None and known.entry is not None and known.entry.has(module):
             entered, entry = known.entered, known.entry
@@ -413,11 +413,6 @@ def _parameters(module: Any) -> tuple[Tensor, Tensor | None]:
     own = module._parameters  # noqa: SLF001 - called several times a layer, where `__getattr__` is slow
     weight, bias = own.get("weight"), own.get("bias")
     return module.weight if weight is None else weight, module.bias if bias is None else bias
-
-
-def _version(tensor: Tensor | None) -> int:
-    """Return a number that grows when a tensor is written to; those made in inference mode count nothing."""
-    return -1 if tensor is None or tensor.is_inference() else tensor._version  # noqa: SLF001 - no other way
 
 
 class ColumnForward:
