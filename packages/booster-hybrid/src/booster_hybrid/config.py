@@ -249,19 +249,11 @@ class SequenceConfig:
             known = ", ".join(map(repr, SEQUENCE_MODES))
             msg = f"`sequence_parallelism_mode={self.mode!r}` is not one of {known}, or None."
             raise ConfigError(msg)
-        if self.mode == "split_gather" and self.size > 1:
+        if (self.size > 1) != (self.mode in ("all_to_all", "ring_attn")):
             msg = (
-                f"'split_gather' splits over the tensor parallel ranks, but `sp_size={self.size}`. Use 1, or another "
-                "mode."
-            )
-            raise ConfigError(msg)
-        if self.mode is None and self.size > 1:
-            msg = f"`sp_size={self.size}` needs a `sequence_parallelism_mode`: 'all_to_all' or 'ring_attn'."
-            raise ConfigError(msg)
-        if self.mode in ("all_to_all", "ring_attn") and self.size == 1:
-            msg = (
-                f"`sequence_parallelism_mode={self.mode!r}` splits sequences over `sp_size` ranks, which is 1. Pass "
-                "`sp_size`, or leave the mode out."
+                f"`sp_size={self.size}` and `sequence_parallelism_mode={self.mode!r}` don't go together: 'all_to_all' "
+                "and 'ring_attn' split sequences over `sp_size` ranks, of which they need two or more, and "
+                "'split_gather' over the tensor parallel ranks. Change one of them, or leave both out."
             )
             raise ConfigError(msg)
 

@@ -217,14 +217,12 @@ def spread_experts(
     held: set[int] = set()
     for each in experts:
         share = each.num_experts // group.size
-        for parameter in each.parameters.values():
-            if id(parameter) in held:
-                continue  # tied
-            split = Split(tuple(parameter.shape), 0, ((group.rank * share, (group.rank + 1) * share),))
-            parameter.data = split.take(parameter.data)
-            held.add(id(parameter))
-            splits.update(dict.fromkeys(names_of[id(parameter)], split))
-        for parameter, split in _splits_of_adapters(each, group):
+        own = [
+            (parameter, Split(tuple(parameter.shape), 0, ((group.rank * share, (group.rank + 1) * share),)))
+            for parameter in dict.fromkeys(each.parameters.values())
+            if id(parameter) not in held  # tied
+        ]
+        for parameter, split in (*own, *_splits_of_adapters(each, group)):
             parameter.data = split.take(parameter.data)
             held.add(id(parameter))
             splits.update(dict.fromkeys(names_of[id(parameter)], split))

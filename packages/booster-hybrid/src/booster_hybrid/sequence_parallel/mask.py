@@ -201,8 +201,8 @@ class SequenceMask:
     padding: Tensor | None
     arguments: Mapping[str, Any]
     _whole: tuple[Tensor | None] | None = field(default=None, repr=False)
-    _kinds: dict[tuple[_Range, _Range], list[tuple[slice, list[str]]]] = field(default_factory=dict, repr=False)
-    block_masks: dict[tuple[Sequence[_Range], Sequence[_Range]], Any] = field(default_factory=dict, repr=False)
+    known: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What `Visibility` has found out, for all layers."""
 
     ndim = 0
     """Models that add biases to masks of four dimensions pass them to their layers instead."""
@@ -266,24 +266,6 @@ class SequenceMask:
         made: Callable[..., Tensor] = and_masks(self.rule, padding_mask_function(padding))
         return made
 
-    def kinds(self, queries: _Range, keys: _Range, tiles: Sequence[_Range]) -> list[tuple[slice, list[str]]]:
-        """Return what a range of queries sees of tiles of keys; kept for all layers.
-
-        Args:
-            queries: The range.
-            keys: Where the tiles are.
-            tiles: Consecutive ranges of keys.
-
-        Returns:
-            For samples that see the same, whether they see ``"all"``, ``"some"`` or ``"none"`` of each tile, or by a
-            triangle, ``"causal"``.
-        """
-        known = self._kinds.get((queries, keys))
-        if known is None:
-            known = kinds_of(lambda span: self.part(queries, span), queries, tiles)
-            self._kinds[queries, keys] = known
-        return known
-
     def _made(self, queries: tuple[int, int], keys: tuple[int, int], asked: Mapping[str, Any]) -> Tensor | None:
         from transformers.masking_utils import sdpa_mask
 
@@ -322,26 +304,29 @@ class Visibility:
         if isinstance(mask, SequenceMask):
             self.is_causal, self.is_plain = mask.is_causal, mask.is_plain
         self.has_rule = not self.is_plain and not (isinstance(mask, torch.Tensor) and mask.dtype != torch.bool)
-        self._block_masks = mask.block_masks if isinstance(mask, SequenceMask) else {}
+        self._known: dict[Any, Any] = mask.known if isinstance(mask, SequenceMask) else {}
 
     def kinds(
         self, queries: _Range, keys: _Range, tiles: Sequence[_Range]
     ) -> list[tuple[slice, list[tuple[_Range, str]]]]:
-        """Return for samples that see the same what a range of queries sees of tiles of keys; see `SequenceMask.kinds`.
+        """Return what a range of queries sees of tiles of keys; found out once, for all layers that share a mask.
 
         Args:
             queries: The range.
             keys: Where the tiles are.
             tiles: Consecutive ranges of keys.
+
+        Returns:
+            For samples that see the same, whether they see ``"all"``, ``"some"`` or ``"none"`` of each tile, or by a
+            triangle, ``"causal"``.
         """
         if self.is_plain:
-            found = [(slice(None), [self._plain_kind(queries, tile) for tile in tiles])]
-        elif isinstance(self._mask, SequenceMask):
-            found = self._mask.kinds(queries, keys, tiles)
+            found: Any = [(slice(None), [self._plain_kind(queries, tile) for tile in tiles])]
         else:
-            assert self._mask is not None, "what has no mask is plain"
-            rows = self._mask[..., slice(*queries), :]
-            found = kinds_of(lambda span: rows[..., slice(*span)], queries, tiles)
+            found = self._known.get((queries, keys))
+            if found is None:
+                found = kinds_of(lambda span: self._part(queries, span), queries, tiles)
+                self._known[queries, keys] = found
         return [(samples, list(zip(tiles, kinds, strict=True))) for samples, kinds in found]
 
     def block_mask(self, queries: Sequence[_Range], keys: Sequence[_Range], device: torch.device) -> Any:
@@ -352,10 +337,10 @@ class Visibility:
             keys: Those of the keys.
             device: Where it is used.
         """
-        known = self._block_masks.get((queries, keys))
+        known = self._known.get(("block mask", queries, keys))
         if known is None:
             known = make_block_mask(*self._rule(), queries, keys, device)
-            self._block_masks[queries, keys] = known
+            self._known["block mask", queries, keys] = known
         return known
 
     def _rule(self) -> tuple[Callable[..., Tensor], tuple[int, int]]:
@@ -391,6 +376,9 @@ class Visibility:
             columns = torch.arange(*keys, device=device)
             made = columns <= rows if self.is_causal else torch.ones_like(columns <= rows)
             return made.expand(1, 1, -1, -1)
+        return self._part(queries, keys)
+
+    def _part(self, queries: _Range, keys: _Range) -> Tensor:
         if isinstance(self._mask, SequenceMask):
             return self._mask.part(queries, keys)
         assert self._mask is not None, "what has no mask is plain"
