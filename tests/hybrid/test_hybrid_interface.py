@@ -21,7 +21,7 @@ def test_it_is_found_by_name():
 
 def test_options_reach_the_config():
     plugin = HybridParallelPlugin(tp_size=2, pp_size=2, zero_stage=1, precision="bf16")
-    assert (plugin.config.tensor.size, plugin.config.pipeline.num_stages, plugin.config.zero.stage) == (2, 2, 1)
+    assert (plugin.config.tp_size, plugin.config.pipeline.num_stages, plugin.config.zero.stage) == (2, 2, 1)
     assert plugin.precision.name == "bf16"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid import PipelineConfig
+from booster_hybrid.config import PipelineConfig
 from booster_hybrid.pipeline.cut import share_layers
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_runtime import LazyInitContext

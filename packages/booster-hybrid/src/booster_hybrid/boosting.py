@@ -111,13 +111,13 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
 
     # Whether layers compute the same when they are split, before anything is.
     for optimizer in optimizers:
-        check_state(optimizer, config.tensor.size)
-    experts = _checked_experts(model, context, options) if config.expert.size > 1 else []
+        check_state(optimizer, config.tp_size)
+    experts = _checked_experts(model, context, options) if config.ep_size > 1 else []
     spread = {key: name for each in experts for key, name in each.spread_parameters().items()}
     for optimizer in optimizers:
-        check_experts(optimizer, spread, config.expert.size)
+        check_experts(optimizer, spread, config.ep_size)
     policy, checked = None, CheckedPolicy({})
-    if config.tensor.size > 1:
+    if config.tp_size > 1:
         policy, checked = _check_layers(
             objects, context, options, torch.device("cpu") if is_on_host else context.device
         )
@@ -142,7 +142,7 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
         expert_splits, held = spread_experts(model, experts, mesh.ranks("ep"))
         for optimizer in optimizers:
             cut_state(model, optimizer, expert_splits)
-    if config.tensor.size > 1:
+    if config.tp_size > 1:
         policy = policy or policy_for(model, options.custom_policy, context.hooks)
         split = parallelize(model, policy, mesh.ranks("tp"), parallel_output=options.parallel_output)
         if split.streams is not None and plan is not None:
@@ -152,7 +152,7 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     if config.sequence.mode is not None:
         split_lists = [name for name in split_lists if name not in checked.left_whole]
         _split_sequences(model, split_lists, split, (dims, mixers), mesh, options)
-    if config.tensor.size > 1 or config.sequence.mode is not None:
+    if config.tp_size > 1 or config.sequence.mode is not None:
         compile_apart(model)
 
     # What of it this rank holds.
@@ -190,9 +190,9 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     waits = False if experts else shards_parameters or None
     engine_class = functools.partial(HybridEngine, local=local, waits_in_backward=waits)
     optimizer_class = functools.partial(HybridOptimizer, outside_reads=reads)
-    gathering = mesh.gathering_groups(config.expert.size) if shards_parameters else {}
+    gathering = mesh.gathering_groups(config.ep_size) if shards_parameters else {}
     sharing = _sharing(mesh["dp", "sp"], 1, mesh, config, gathering)
-    ranks_of = dict.fromkeys(held, _sharing(mesh["edp", "sp"], config.expert.size, mesh, config, gathering))
+    ranks_of = dict.fromkeys(held, _sharing(mesh["edp", "sp"], config.ep_size, mesh, config, gathering))
     if shards_parameters and config.zero is not None:
         from booster_hybrid.sharded import shard_parameters
 
@@ -220,10 +220,10 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
             copies=copies,
             ranks_of=ranks_of,
         )
-    if max(config.tensor.size, config.pipeline.size) > 1:
+    if max(config.tp_size, config.pipeline.size) > 1:
         for optimizer in boosted.optimizers:
             _compare_after_first_step(optimizer, model, local, mesh)
-    if config.tensor.size > 1 or experts or plan is not None:
+    if config.tp_size > 1 or experts or plan is not None:
         mark_as_local(model)
     return Sharded(boosted, recording, checked.unchecked)
 
@@ -236,7 +236,7 @@ def _checked_experts(model: nn.Module, context: BoostContext, options: HybridPar
 
     with raised_on_all("boost", context.device):
         rules = expert_rules(model, options.custom_policy, context.hooks)
-        experts = find_experts(model, rules, options.config.expert.size)
+        experts = find_experts(model, rules, options.config.ep_size)
         if not is_evenly_routed():
             check_experts(experts, context.device)
     return experts
@@ -267,7 +267,7 @@ def _check_layers(
     check = functools.partial(
         check_policy,
         model,
-        size=config.tensor.size,
+        size=config.tp_size,
         device=context.device,
         batch=lambda: _example(objects, options, place),
         split_sequence=split_sequence,
@@ -381,7 +381,7 @@ def _check_sequences(
     from booster_hybrid.probe.sequences import NotComparedError, check_sequences
 
     model, mode, device = objects.model, str(options.config.sequence.mode), context.device
-    sizes = options.config.sequence.size, options.config.tensor.size
+    sizes = options.config.sequence.size, options.config.tp_size
     found: tuple[list[dict[Argument, int | None]], Mixers] = [], Mixers()
     with raised_on_all("boost", device):
         batches = []
@@ -482,7 +482,7 @@ def _cut(
     plan.checkpoint(model, config.pipeline.checkpoint_ratios)
     # Parameters of other stages still tell their format: models make tables in that of their embedding.
     dtypes = working_dtypes(model, context.precision)
-    communicates = config.tensor.size > 1 or config.sequence.mode is not None or has_experts
+    communicates = config.tp_size > 1 or config.sequence.mode is not None or has_experts
     staged = plan.cut(model, mesh["pp",].index, dtypes, has_collectives=communicates)
     for optimizer in objects.optimizers:
         leave_out(model, optimizer)

@@ -98,7 +98,7 @@ class RankGroup:
             return collectives.Pending()
         return collectives.all_to_all(source, sent, out, received, self.group)
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
+    def __deepcopy__(self, memo: object) -> RankGroup:
         """Refuse to copy what is part of a model: a copy would not sum what its parts of layers give.
 
         Raises:
@@ -115,6 +115,14 @@ class AloneRank(RankGroup):
         """Leave a tensor as it is."""
         del tensor
         return collectives.Pending()
+
+    def __deepcopy__(self, memo: object) -> RankGroup:
+        """Return itself where there are no others.
+
+        Raises:
+            ConfigError: If there are.
+        """
+        return self if self.size == 1 else super().__deepcopy__(memo)
 
 
 def refuse_copy() -> NoReturn:
@@ -469,7 +477,7 @@ class MeshAttributes:
     @property
     def tp_size(self) -> int:
         """Ranks over which each layer is split."""
-        return self.config.tensor.size
+        return self.config.tp_size
 
     @property
     def pp_size(self) -> int:
@@ -484,7 +492,7 @@ class MeshAttributes:
     @property
     def ep_size(self) -> int:
         """Ranks over which experts are spread; they are data parallel ranks."""
-        return self.config.expert.size
+        return self.config.ep_size
 
     @property
     def zero_stage(self) -> int:

@@ -30,10 +30,8 @@ from booster_core.state import NamedTensors, Replica
 from booster_hybrid.boosting import shard
 from booster_hybrid.config import (
     DataParallelConfig,
-    ExpertConfig,
     HybridConfig,
     PipelineConfig,
-    TensorConfig,
     check_used,
     checked_choice,
     sequence_config,
@@ -200,7 +198,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
                 raise TypeError(msg)
         sharded = zero_options(zero, zero_stage, max_norm, cpu_offload=cpu_offload)
         self.config = HybridConfig(
-            tensor=TensorConfig(size=tp_size),
+            tp_size=tp_size,
             pipeline=PipelineConfig(
                 size=pp_size,
                 num_microbatches=num_microbatches,
@@ -220,7 +218,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
                 sequence_parallel=sequence_parallel,
                 context_parallel=context_parallel,
             ),
-            expert=ExpertConfig(size=ep_size),
+            ep_size=ep_size,
             zero=sharded,
             ddp=DataParallelConfig() if ddp is None and sharded is None else ddp,
             mesh_order=check_order(mesh_order),
@@ -352,7 +350,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """
         before, self.unchecked = self.unchecked, "allow"
         try:
-            if self.config.expert.size == 1:
+            if self.config.ep_size == 1:
                 yield None
                 return
             from booster_hybrid.expert_parallel.exchange import assuming_balanced_experts
@@ -533,5 +531,5 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
         if self._made_for is None or self._made_for[0] is not world:
-            self._made_for = (world, make_groups(self._shape(dist.get_world_size()), self.config.expert.size))
+            self._made_for = (world, make_groups(self._shape(dist.get_world_size()), self.config.ep_size))
         return self._made_for[1]
