@@ -62,7 +62,7 @@ class _Slow(torch.autograd.Function):
 
         if ctx.pending is None:
             return gradients[0], of_weight(), None, None
-        ctx.pending.defer(ctx.layer.weight, of_weight)
+        ctx.pending.defer(0, of_weight)
         return gradients[0], None, None, None
 
 
@@ -76,7 +76,7 @@ class _SlowForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         split = self.weight_gradients
-        pending = None if split is None or not x.requires_grad else split.pending_for(self._layer.weight)
+        pending = None if split is None else split.waiting(x, [self._layer.weight])
         weight = self._layer.weight if pending is None else None
         slept: Tensor = _Slow.apply(x, weight, self._layer, pending)  # type: ignore[no-untyped-call]
         return slept

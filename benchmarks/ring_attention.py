@@ -22,8 +22,8 @@ import torch.distributed as dist
 from _results import compare
 from torch import nn
 
-from booster_hybrid.rank_group import RankGroup
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.mesh import RankGroup
+from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_testing import close_ranks, peak_memory, run_on_ranks

@@ -25,8 +25,8 @@ from torch import nn
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.policy.find import policy_for
-from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_testing import close_ranks, peak_memory, run_on_ranks
 

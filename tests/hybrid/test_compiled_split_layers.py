@@ -18,8 +18,8 @@ from ranked import on_ranks
 from torch import nn
 
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.policy.find import policy_for
-from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_testing import run_on_ranks

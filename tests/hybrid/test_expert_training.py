@@ -13,7 +13,7 @@ from uneven_runs import assert_steps_follow_batches
 
 from booster_core import Booster
 from booster_hybrid import ExpertRule, HybridParallelPlugin, ShardingPolicy
-from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.mesh import RankGroup
 from booster_runtime import LazyInitContext, full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -91,7 +91,7 @@ def test_the_bytes_that_are_sent_follow_the_formula(size):
 def test_the_options_are_described():
     options = {"ep_size": 2}
     described = Booster("cpu", plugin=HybridParallelPlugin(**options)).describe()
-    assert "expert={'size': 2}" in described
+    assert "ep_size=2" in described
 
 
 def build():

@@ -10,9 +10,9 @@ from defined_attention import attention_as_defined
 from flex_on_cpus import flex_on_cpus
 from thread_ranks import on_threads
 
-from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.sequence_parallel import flex_kernel, ring_attention
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility
 from booster_runtime import collectives
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.pipeline.find_layers import find_layers
+from booster_hybrid.pipeline.trace import find_layers
 from booster_testing.compare import tolerance_for
 
 

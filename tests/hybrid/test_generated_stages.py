@@ -386,27 +386,6 @@ def test_the_example_leaves_nothing_in_lists_and_dicts_of_a_model():
     assert (len(model.before), len(model.by_name)) == (1, 1)
 
 
-class PositionsFirst(Generated):
-    """Returns what it knows with positions before samples, once in training and more in evaluation."""
-
-    def forward(self, x):
-        outputs = super().forward(x)
-        hidden = outputs["out"]
-        outputs["table"] = torch.ones(1, WIDTH)
-        outputs["turned"] = torch.stack([hidden] * 4).transpose(1, 2)
-        if not self.training:
-            outputs["last"] = hidden.expand(7, *hidden.shape)
-        return outputs
-
-
-@pytest.mark.parametrize("samples", [1, 3])
-def test_the_dimension_of_samples_is_found_for_each_output(samples):
-    plan, _ = parts(PositionsFirst(), {"x": batches(1)[0]["x"][:samples]})
-    known = {"['out']": 0, "['table']": None, "['turned']": 2}
-    assert plan.cuts.needs[True].sample_dims == known
-    assert plan.cuts.needs[False].sample_dims == {**known, "['last']": 1}
-
-
 class Swallowing(Generated):
     """Catches whatever goes wrong when it looks at a layer's output."""
 

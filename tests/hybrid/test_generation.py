@@ -185,11 +185,9 @@ def test_models_that_are_cut_into_stages_do_not_generate(make, arguments):
 
 
 def given(kind):
-    """Return the prompt, positional and named arguments of this rank, some of which the second has otherwise."""
-    from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor
-
+    """Return the prompt and the arguments of this rank, some of which the second has otherwise."""
     rank = torch.distributed.get_rank()
-    prompt, positional = PROMPT, []
+    prompt = PROMPT
     named = {**GREEDY}
     if kind == "prompt":
         prompt = PROMPT[:, : 7 - rank]
@@ -199,26 +197,18 @@ def given(kind):
         named["use_cache"] = True
     elif kind == "clock":
         named["max_time"] = 100.0
-    elif kind == "config":
-        named["generation_config"] = GenerationConfig(max_new_tokens=6, num_beams=1 + rank)
-    elif kind == "positional":
-        positional, named = [GenerationConfig(max_new_tokens=6, repetition_penalty=1.0 + rank)], {}
-    elif kind == "processors" and rank:
-        named["logits_processor"] = LogitsProcessorList([MinLengthLogitsProcessor(9, eos_token_id=1)])
     elif kind in OTHERS and rank:
         named.update(OTHERS[kind])
-    return prompt, positional, {"attention_mask": torch.ones_like(prompt), **named}
+    return prompt, {"attention_mask": torch.ones_like(prompt), **named}
 
 
 def generate_with(name, kind):
     model = boosted(SETTINGS[name][1])
-    if kind == "model's":
-        model.unwrap().generation_config.eos_token_id = 1 + torch.distributed.get_rank()
-    prompt, positional, named = given(kind)
-    model.generate(prompt, *positional, **named)
+    prompt, named = given(kind)
+    model.generate(prompt, **named)
 
 
-OTHERS = {"length": {"max_new_tokens": 9}, "other cache": {"use_cache": True}, "words": {"bad_words_ids": [[3]]}}
+OTHERS = {"length": {"max_new_tokens": 9}, "other cache": {"use_cache": True}}
 APART = "in `generate`. These ranks generate one text together"
 REFUSED = {
     "ulysses-cache": "Leave out `use_cache`",
@@ -229,11 +219,6 @@ REFUSED = {
     "tp2-clock": "`max_time` ends the loop by a clock",
     "tp2-length": rf"`max_new_tokens`: 6 on rank 0, 9 on rank 1.*{APART}",
     "ring-other cache": rf"`use_cache`: .*{APART}",
-    "tp2-words": rf"`bad_words_ids`: None on rank 0, \[\[3\]\] on rank 1.*{APART}",
-    "ring-config": rf"`num_beams`: 1 on rank 0, 2 on rank 1.*{APART}",
-    "tp2-model's": rf"`eos_token_id`: 1 on rank 0, 2 on rank 1.*{APART}",
-    "ring-positional": rf"`repetition_penalty`: 1.0 on rank 0, 2.0 on rank 1.*{APART}",
-    "tp2-processors": rf"`logits_processor`: .*{APART}",
 }
 
 
@@ -257,7 +242,6 @@ def same_objects():
             pass
 
     model = boosted({"tp_size": 2})
-    model.unwrap().generation_config.max_new_tokens = 3 + torch.distributed.get_rank()  # an argument takes its place
     streamer = Shown() if torch.distributed.get_rank() == 0 else None
     processors = LogitsProcessorList([MinLengthLogitsProcessor(9, eos_token_id=torch.tensor([1]))])
     mask = torch.ones_like(PROMPT[:1])

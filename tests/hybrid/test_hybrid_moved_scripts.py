@@ -12,7 +12,7 @@ from matrix import matrix, named
 from booster_core import Booster, DistCoordinator
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.mesh_attributes import PipelinePosition
+from booster_hybrid.mesh import PipelinePosition
 from booster_runtime import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -187,5 +187,5 @@ def test_groups_are_refused_before_a_model_is_boosted(name):
 def test_what_a_script_can_not_see_of_chunks_is_refused():
     position = PipelinePosition(stage=0, num_stages=2, first=0, last=1)
     for ask in (position.is_first_stage, position.is_last_stage):
-        with pytest.raises(ConfigError, match="asks about the chunk that runs at the moment"):
+        with pytest.raises(ConfigError, match="the answer is about all stages of this rank"):
             ask(ignore_chunk=False)

@@ -16,11 +16,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from booster_hybrid.mesh import AloneRank, RankGroup
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import policy_for
-from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
-from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_runtime.activations import enable_activation_checkpointing
 from booster_testing import run_on_ranks
@@ -121,6 +121,15 @@ def test_deferred_linear_gradients_are_bitwise_equal(source, bias):
     torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
     for key, parameter in whole.named_parameters():
         assert torch.equal(model.get_parameter(key).grad, parameter.grad), key
+
+
+def test_split_layers_take_their_input_by_name(source):
+    group = AloneRank(None, 0, 1)
+    for make in (RowForward, lambda layer, group: ColumnForward(layer, ColumnSiblings([layer], group), group)):
+        layer = nn.Linear(8, 4)
+        expected = layer(source)
+        layer.forward = make(layer, group)
+        assert torch.equal(layer(input=source), expected)
 
 
 def test_no_gradient_is_deferred_outside_of_a_microbatch(source):

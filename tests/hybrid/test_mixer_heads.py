@@ -25,10 +25,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.policy.find import policy_for
 from booster_hybrid.policy.mixers import MIXERS
-from booster_hybrid.rank_group import RankGroup
-from booster_hybrid.sequence_parallel.mixer_heads import ForwardOfHeads
+from booster_hybrid.sequence_parallel.mixers import ForwardOfHeads
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks

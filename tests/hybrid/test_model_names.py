@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from booster_hybrid.modules import ModuleNames
 from booster_hybrid.policy.base import Style
 from booster_hybrid.policy.find import policy_for
-from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_testing.models import tiny_llama
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")

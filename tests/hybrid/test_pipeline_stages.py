@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import cProfile
+
 import pytest
 import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid import PipelineConfig
+from booster_hybrid.config import PipelineConfig
 from booster_hybrid.pipeline.cut import share_layers
-from booster_hybrid.pipeline.stages import find_cuts
+from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import take_recording
 
@@ -86,3 +88,23 @@ def test_layers_are_found_and_buffers_stay(lazy: bool, looks: bool) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     elements = sum(parameter.untyped_storage().nbytes() // 4 for parameter in model.parameters())
     assert elements == (8 if lazy else sum(parameter.numel() for parameter in model.parameters()))
+
+
+def calls_of_last_stage(num_layers):
+    """Return how many functions the last of two stages calls in a forward, which has two of the layers."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+    batch = torch.ones(2, 4)
+    config = PipelineConfig(size=2, num_layers_per_stage=(num_layers - 2, 2))
+    plan = StagePlan.of(model, find_cuts(model, [""], batch, config, trains=False), config)
+    staged, profile = plan.cut(model, 1, lambda each: each.dtype), cProfile.Profile()
+    for _ in range(2):  # the first one finds out what functions return
+        received = {"input": torch.ones(2, 4)}
+        with staged.activated(1, received), profile:
+            staged.run(batch)
+        number, _ = sum(each.callcount for each in profile.getstats()), profile.clear()
+    return number
+
+
+def test_a_layer_of_another_stage_costs_six_calls():
+    few, many = map(calls_of_last_stage, (12, 32))
+    assert many - few <= 6 * 20

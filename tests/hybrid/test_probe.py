@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 
 from booster_core.errors import ConfigError
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.probe.in_process import on_ranks
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
-from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.plan import parallelize
 
 CPU = torch.device("cpu")

@@ -12,10 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thread_ranks import on_threads
 
-from booster_hybrid.rank_group import RankGroup
-from booster_hybrid.sequence_parallel import blocks
+from booster_hybrid.mesh import RankGroup
+from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 from booster_hybrid.sequence_parallel.kernels import ExplicitScores, FusedKernel
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_runtime import collectives
@@ -159,7 +158,7 @@ def test_parts_put_together_are_attention_over_the_whole(case):
         (found * layout.take(weights, 2, group.rank)).sum().backward()
         return [found.detach(), *(None if each is None else each.grad for each in [*local, sinks])]
 
-    with unittest.mock.patch.object(blocks, "TILE", case["tile"]):
+    with unittest.mock.patch("booster_hybrid.sequence_parallel.mask.TILE", case["tile"]):
         found, *gradients = zip(*on_threads(size, attend), strict=True)
     torch.testing.assert_close(layout.put_together(found, 2), expected.detach())
     for ours, theirs, place in zip(gradients[:4], whole[:4], layouts, strict=True):
@@ -202,7 +201,7 @@ def test_scores_are_computed_in_tiles_and_explicitly_only_where_no_kernel_does(m
             return original(self, query, key, *rest)
 
         monkeypatch.setattr(kernel, "forward", forward)
-    monkeypatch.setattr(blocks, "TILE", tile)
+    monkeypatch.setattr("booster_hybrid.sequence_parallel.mask.TILE", tile)
     inputs = torch.randn(1, 1, length, SIZE)
     bias = torch.randn(1, 1, length, length, requires_grad=options["bias"]) if "bias" in options else None
     rest = {name: value for name, value in options.items() if name != "bias"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from booster_hybrid.same_batch import checksum_of
+from booster_hybrid.same_training import checksum_of
 
 
 def large(seed):
@@ -48,8 +48,6 @@ def test_what_is_read_of_a_large_tensor_does_not_grow_with_it(monkeypatch):
     """An image batch of 154 MB and one of 1.5 MB cost the same."""
     import zlib
 
-    from booster_hybrid import same_batch
-
     sizes = []
 
     class Counting:
@@ -58,7 +56,7 @@ def test_what_is_read_of_a_large_tensor_does_not_grow_with_it(monkeypatch):
             sizes.append(len(memoryview(data).cast("B")))
             return zlib.crc32(data, start)
 
-    monkeypatch.setattr(same_batch, "zlib", Counting)
+    monkeypatch.setattr("booster_hybrid.same_training.zlib", Counting)
     for count in (10_000, 1_000_000):
         checksum_of(torch.zeros(count))
     assert all(size <= 8192 * 4 for size in sizes)

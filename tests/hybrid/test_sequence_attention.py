@@ -9,8 +9,8 @@ from matrix import matrix
 from ranked import on_ranks
 from torch import nn
 
-from booster_hybrid.rank_group import RankGroup
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.mesh import RankGroup
+from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from booster_core.errors import ConfigError
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
 
 LAYOUTS = st.builds(SequenceLayout, st.integers(0, 70), st.integers(1, 9), st.booleans())

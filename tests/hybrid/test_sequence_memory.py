@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.rank_group import RankGroup
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.mesh import RankGroup
+from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention

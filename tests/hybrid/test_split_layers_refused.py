@@ -13,8 +13,8 @@ from torch.nn.utils import weight_norm as old_weight_norm
 
 from booster_core.errors import ConfigError
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.probe.probe import check_policy
-from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.linear import is_transposed
 from booster_hybrid.tensor_parallel.plan import parallelize
 

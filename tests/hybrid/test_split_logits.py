@@ -18,7 +18,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, MissingRanksError
 from booster_core.ranks.world import current_world
 from booster_hybrid import HybridParallelPlugin, SplitLogits
-from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.split_logits import split_logits
 from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary
 from booster_testing import expect_on_ranks, run_on_ranks

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster_core.errors import GradientError
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.policy.find import policy_for
-from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel import linear
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_runtime import collectives

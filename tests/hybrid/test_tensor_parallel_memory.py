@@ -12,8 +12,8 @@ from matrix import matrix
 from ranked import on_ranks
 from torch import nn
 
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.policy.find import policy_for
-from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.collectives import gathered_last
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary, vocabulary_cross_entropy

@@ -11,9 +11,9 @@ from model_parity import assert_parts_of_gradients
 from model_zoo import get_model
 from model_zoo.registry import in_double
 
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.policy.find import policy_for
-from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_testing import run_on_ranks
 

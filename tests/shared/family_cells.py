@@ -17,8 +17,7 @@ from zoo_training import CellError, first_line, quiet
 
 from booster_core.errors import AbsentValueError, ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.policy.families import FAMILIES
-from booster_hybrid.policy.find import policy_for
+from booster_hybrid.policy.find import FAMILIES, policy_for
 from booster_testing import RankError, run_on_ranks
 from booster_testing.rank_pool import RankDiedError, RankTimeoutError
 from booster_tools import TrainingFunctions, verify

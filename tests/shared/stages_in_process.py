@@ -8,9 +8,8 @@ from collections import defaultdict
 import torch
 
 from booster_hybrid.config import PipelineConfig
-from booster_hybrid.fixed_draws import preserve_generators
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
-from booster_hybrid.random_streams import MicrobatchStreams, kept_streams
+from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, preserve_generators
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ from torch.nn import functional
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 import booster_core
-from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.mesh import RankGroup
+from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 from booster_hybrid.sequence_parallel.flex_kernel import takes_rules
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from booster_testing.compare import DTYPES

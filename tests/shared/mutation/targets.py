@@ -57,11 +57,12 @@ TARGETS = {
         ("hybrid/test_split.py",),
     ),
     "hybrid/layout": Target(
-        "booster_hybrid.sequence_parallel.layout",
+        "booster_hybrid.sequence_parallel.exchange",
         ("hybrid/test_sequence_layout.py",),
+        ("SequenceLayout",),
     ),
     "hybrid/microbatches": Target(
-        "booster_hybrid.pipeline.microbatches",
+        "booster_hybrid.pipeline.batches",
         ("hybrid/test_pipeline_microbatches.py",),
         ("share_samples", "split_batch"),
     ),
@@ -112,10 +113,12 @@ TARGETS = {
     "hybrid/ring": Target(
         "booster_hybrid.sequence_parallel.ring_attention",
         ("hybrid/test_ring_attention.py",),
+        ("", "AttentionCall", "_Settings", "ring_attention", "_at_once", "_Ring", "_places"),
     ),
     "hybrid/ring_travel": Target(
-        "booster_hybrid.sequence_parallel.ring",
+        "booster_hybrid.sequence_parallel.ring_attention",
         ("hybrid/test_ring_attention.py",),
+        ("visits", "GradientRing", "_numel", "_pass_on", "_packed", "_unpacked"),
     ),
     # the loss scale
     "core/loss_scaler": Target(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from booster_core import Booster
-from booster_hybrid.same_batch import BatchNumbers
+from booster_hybrid.same_training import BatchNumbers
 
 
 def placed_by(is_wanted):

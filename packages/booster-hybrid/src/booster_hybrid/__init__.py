@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from booster_hybrid.config import (
-    DataParallelConfig,
-    ExpertConfig,
-    HybridConfig,
-    PipelineConfig,
-    SequenceConfig,
-    TensorConfig,
-)
+from booster_hybrid.config import DataParallelConfig
 from booster_hybrid.plugin import HybridParallelPlugin
 from booster_hybrid.policy.base import ExpertRule, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.split_logits import SplitLogits
 
 __all__ = [
     "DataParallelConfig",
-    "ExpertConfig",
     "ExpertRule",
-    "HybridConfig",
     "HybridParallelPlugin",
     "ModuleRule",
-    "PipelineConfig",
-    "SequenceConfig",
     "ShardingPolicy",
     "SplitLogits",
     "Style",
-    "TensorConfig",
 ]

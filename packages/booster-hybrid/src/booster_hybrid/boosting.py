@@ -10,39 +10,38 @@ import functools
 import gc
 import logging
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.state import named_modules
-from booster_hybrid.fixed_draws import preserve_generators
 from booster_hybrid.model import HybridModel
+from booster_hybrid.modules import inner_model
 from booster_hybrid.optimizer import HybridEngine, HybridOptimizer, check_experts, check_state, cut_state, leave_out
-from booster_hybrid.pipeline.engine import PipelineEngine
-from booster_hybrid.pipeline.example import (
-    BatchDimensions,
+from booster_hybrid.pipeline.batches import (
     batch_at_hand,
     check_entries,
     dry_run_failed,
     example_batch,
-    lengths_of,
 )
-from booster_hybrid.pipeline.find_layers import find_layers
+from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
-from booster_hybrid.pipeline.record import PipelineRecord
+from booster_hybrid.pipeline.runtime import PipelineRecord
 from booster_hybrid.pipeline.schedule import ZERO_BUBBLE, make_schedule
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
+from booster_hybrid.pipeline.trace import find_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, language_model, layer_lists, policy_for
-from booster_hybrid.probe.probe import ReadOutsideError, check_policy
-from booster_hybrid.same_training import DirectWeightUses, RequiresGradCheck, check_copies, parts_of
+from booster_hybrid.probe.probe import CheckedPolicy, ReadOutsideError, check_policy
+from booster_hybrid.random_streams import preserve_generators
+from booster_hybrid.same_training import RequiresGradCheck, check_copies
 from booster_hybrid.sequence_parallel.stack import Mixers
 from booster_hybrid.state import LocalModel
 from booster_hybrid.tensor_parallel.adapters import without_stacked_adapters
-from booster_hybrid.tensor_parallel.module_names import inner_model
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
+from booster_hybrid.weight_reads import DirectWeightUses, parts_of
 from booster_runtime.collectives import new_groups
 from booster_runtime.compiling import compile_apart
 from booster_runtime.data import move_batch
@@ -51,7 +50,6 @@ from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import ShardingRanks, check_distinct_memory, raised_on_all, working_dtypes
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import nn
@@ -61,7 +59,7 @@ if TYPE_CHECKING:
     from booster_hybrid.config import HybridConfig
     from booster_hybrid.expert_parallel.apply import ExpertsModule
     from booster_hybrid.mesh import Axis, Mesh
-    from booster_hybrid.pipeline.microbatches import SplitHook
+    from booster_hybrid.plugin import HybridParallelPlugin
     from booster_hybrid.policy.base import ShardingPolicy
     from booster_hybrid.sequence_parallel.stack import Argument
     from booster_hybrid.tensor_parallel.split import Split
@@ -70,29 +68,6 @@ if TYPE_CHECKING:
 
 _PARAMETERS = 3
 """The stage of ZeRO that shards parameters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardOptions:
-    """Options of the plugin that decide how a model is split; see `HybridParallelPlugin`.
-
-    Args:
-        config: The mesh.
-        custom_policy: How the model is split, where the user says so.
-        example_batch: A batch for the dry run that finds a pipeline's layers.
-        split_batch: Splits batches into microbatches; ``None`` splits each tensor along its first dimension.
-        parallel_output: Leave logits split.
-        unchecked: ``"raise"`` where it can't be found out whether a split layer is right, or ``"allow"``.
-        pipeline_record: Where each rank of a pipeline writes down when it did what.
-    """
-
-    config: HybridConfig
-    custom_policy: ShardingPolicy | None
-    example_batch: Any
-    split_batch: SplitHook | None
-    parallel_output: bool
-    unchecked: str
-    pipeline_record: str | os.PathLike[str] | None
 
 
 class Sharded(NamedTuple):
@@ -110,14 +85,14 @@ class Sharded(NamedTuple):
 
 
 def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads from top to bottom
-    objects: Boosted, context: BoostContext, options: ShardOptions, mesh: Mesh, zero: LowLevelZeroPlugin
+    objects: Boosted, context: BoostContext, options: HybridParallelPlugin, mesh: Mesh, zero: LowLevelZeroPlugin
 ) -> Sharded:
     """Split the model's layers, cut it into stages, and shard what the optimizer updates.
 
     Args:
         objects: What the user gave to `boost`.
         context: Device, precision and ranks of the run.
-        options: The plugin's options.
+        options: The plugin, which has the options.
         mesh: This rank's place and groups.
         zero: What lets the data parallel ranks share the optimizer's state.
 
@@ -136,14 +111,16 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
 
     # Whether layers compute the same when they are split, before anything is.
     for optimizer in optimizers:
-        check_state(optimizer, config.tensor.size)
-    experts = _checked_experts(model, context, options) if config.expert.size > 1 else []
+        check_state(optimizer, config.tp_size)
+    experts = _checked_experts(model, context, options) if config.ep_size > 1 else []
     spread = {key: name for each in experts for key, name in each.spread_parameters().items()}
     for optimizer in optimizers:
-        check_experts(optimizer, spread, config.expert.size)
-    checked = CheckedModel()
-    if config.tensor.size > 1:
-        checked = _check_layers(objects, context, options, torch.device("cpu") if is_on_host else context.device)
+        check_experts(optimizer, spread, config.ep_size)
+    policy, checked = None, CheckedPolicy({})
+    if config.tp_size > 1:
+        policy, checked = _check_layers(
+            objects, context, options, torch.device("cpu") if is_on_host else context.device
+        )
     if is_on_host:
         recording = hollow_objects(model, optimizers, context.device, replace(context.precision, param_dtype=None))
     found = _find_layers(objects, context, options)
@@ -165,8 +142,8 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
         expert_splits, held = spread_experts(model, experts, mesh.ranks("ep"))
         for optimizer in optimizers:
             cut_state(model, optimizer, expert_splits)
-    if config.tensor.size > 1:
-        policy = checked.policy or policy_for(model, options.custom_policy, context.hooks)
+    if config.tp_size > 1:
+        policy = policy or policy_for(model, options.custom_policy, context.hooks)
         split = parallelize(model, policy, mesh.ranks("tp"), parallel_output=options.parallel_output)
         if split.streams is not None and plan is not None:
             split.streams.draw_alike()
@@ -175,7 +152,7 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     if config.sequence.mode is not None:
         split_lists = [name for name in split_lists if name not in checked.left_whole]
         _split_sequences(model, split_lists, split, (dims, mixers), mesh, options)
-    if config.tensor.size > 1 or config.sequence.mode is not None:
+    if config.tp_size > 1 or config.sequence.mode is not None:
         compile_apart(model)
 
     # What of it this rank holds.
@@ -189,7 +166,7 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     copies, make_engine = {}, None
     if plan is not None:
         copies = plan.copies(model)
-        make_engine = _cut(plan, found, objects, context, options, mesh, has_experts=bool(experts))
+        make_engine = _cut(plan, objects, context, options, mesh, has_experts=bool(experts))
     replica, callers = mesh["pp", "sp", "tp"], mesh["ep", "pp", "sp", "tp"]
     shards_parameters = config.zero is not None and config.zero.stage == _PARAMETERS
     if shards_parameters:  # a forward gathers over the data parallel ranks, too
@@ -213,9 +190,9 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     waits = False if experts else shards_parameters or None
     engine_class = functools.partial(HybridEngine, local=local, waits_in_backward=waits)
     optimizer_class = functools.partial(HybridOptimizer, outside_reads=reads)
-    gathering = mesh.gathering_groups(config.expert.size) if shards_parameters else {}
+    gathering = mesh.gathering_groups(config.ep_size) if shards_parameters else {}
     sharing = _sharing(mesh["dp", "sp"], 1, mesh, config, gathering)
-    ranks_of = dict.fromkeys(held, _sharing(mesh["edp", "sp"], config.expert.size, mesh, config, gathering))
+    ranks_of = dict.fromkeys(held, _sharing(mesh["edp", "sp"], config.ep_size, mesh, config, gathering))
     if shards_parameters and config.zero is not None:
         from booster_hybrid.sharded import shard_parameters
 
@@ -243,29 +220,15 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
             copies=copies,
             ranks_of=ranks_of,
         )
-    if max(config.tensor.size, config.pipeline.size) > 1:
+    if max(config.tp_size, config.pipeline.size) > 1:
         for optimizer in boosted.optimizers:
             _compare_after_first_step(optimizer, model, local, mesh)
-    if config.tensor.size > 1 or experts or plan is not None:
+    if config.tp_size > 1 or experts or plan is not None:
         mark_as_local(model)
     return Sharded(boosted, recording, checked.unchecked)
 
 
-class CheckedModel(NamedTuple):
-    """What the check of split layers has found out.
-
-    Args:
-        policy: The policy, where it is another one than the model's: one that reads its embedding's table elsewhere.
-        left_whole: Lists of layers whose sequences stay whole, alike on all ranks.
-        unchecked: Layers that could not be checked, with the reasons.
-    """
-
-    policy: ShardingPolicy | None = None
-    left_whole: frozenset[str] = frozenset()
-    unchecked: dict[str, str] = {}  # noqa: RUF012 - never written to
-
-
-def _checked_experts(model: nn.Module, context: BoostContext, options: ShardOptions) -> list[ExpertsModule]:
+def _checked_experts(model: nn.Module, context: BoostContext, options: HybridParallelPlugin) -> list[ExpertsModule]:
     """Return the modules of experts that are spread."""
     from booster_hybrid.expert_parallel.apply import find_experts
     from booster_hybrid.expert_parallel.exchange import is_evenly_routed
@@ -273,19 +236,25 @@ def _checked_experts(model: nn.Module, context: BoostContext, options: ShardOpti
 
     with raised_on_all("boost", context.device):
         rules = expert_rules(model, options.custom_policy, context.hooks)
-        experts = find_experts(model, rules, options.config.expert.size)
+        experts = find_experts(model, rules, options.config.ep_size)
         if not is_evenly_routed():
             check_experts(experts, context.device)
     return experts
 
 
-def _check_layers(objects: Boosted, context: BoostContext, options: ShardOptions, place: torch.device) -> CheckedModel:
+def _check_layers(
+    objects: Boosted, context: BoostContext, options: HybridParallelPlugin, place: torch.device
+) -> tuple[ShardingPolicy | None, CheckedPolicy]:
     """Check that the model's layers compute the same when they are split.
+
+    Returns:
+        The policy, where it is another one than the model's, which reads its embedding's table elsewhere; and what the
+        check has found, alike on all ranks.
 
     Args:
         objects: As for `shard`, as the next ones.
         context: Device and ranks of the run.
-        options: The plugin's options.
+        options: The plugin.
         place: Where the model is.
 
     Collective: every rank of the world.
@@ -298,7 +267,7 @@ def _check_layers(objects: Boosted, context: BoostContext, options: ShardOptions
     check = functools.partial(
         check_policy,
         model,
-        size=config.tensor.size,
+        size=config.tp_size,
         device=context.device,
         batch=lambda: _example(objects, options, place),
         split_sequence=split_sequence,
@@ -314,13 +283,13 @@ def _check_layers(objects: Boosted, context: BoostContext, options: ShardOptions
             found = check(policy)
         if found.unchecked and options.unchecked == "raise":
             raise _not_checked(model, found.unchecked)
-    left_whole = found.left_whole
     if is_gathered:  # what one has seen depends on its batch
-        left_whole = context.coordinator.broadcast_object(left_whole, name="boost", meets=False)
-    return CheckedModel(policy, left_whole, found.unchecked)
+        left_whole = context.coordinator.broadcast_object(found.left_whole, name="boost", meets=False)
+        found = found._replace(left_whole=left_whole)
+    return policy, found
 
 
-def _example(objects: Boosted, options: ShardOptions, place: torch.device) -> Any:
+def _example(objects: Boosted, options: HybridParallelPlugin, place: torch.device) -> Any:
     """Return a batch that the model takes, where the model is."""
     return move_batch(example_batch(objects.model, objects.dataloader, options.example_batch), place)
 
@@ -331,15 +300,13 @@ class FoundLayers(NamedTuple):
     Args:
         lists: Names of the lists.
         cuts: How the model may be cut there; ``None`` without a pipeline.
-        entries: The lengths of the entries of example batches.
     """
 
     lists: list[str]
     cuts: Any = None
-    entries: Sequence[dict[str, int]] = ()
 
 
-def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions) -> FoundLayers:
+def _find_layers(objects: Boosted, context: BoostContext, options: HybridParallelPlugin) -> FoundLayers:
     """Find the model's layers and how it may be cut into stages, by a dry run on the first rank.
 
     The dry run needs the whole model, and communicates nothing. Every rank reads the batch for it, so that data sets
@@ -356,12 +323,11 @@ def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions)
     if config.size == 1 and lists:
         return FoundLayers(lists)
     found: Any = None
-    entries: list[dict[str, int]] = []
     with raised_on_all("boost", context.device):
         try:
             batch = _example(objects, options, context.device)
             if options.split_batch is None:
-                entries = [*check_entries(objects.dataloader), lengths_of(batch)]
+                check_entries(objects.dataloader)
             if context.coordinator.rank == 0:
                 found = _run_dry(model, lists, batch, options, trains=bool(objects.optimizers))
         except (BoosterError, TypeError):
@@ -369,10 +335,10 @@ def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions)
         except Exception as error:
             raise dry_run_failed(model, error) from error
     lists, cuts = context.coordinator.broadcast_object(found, name="boost", meets=False)
-    return FoundLayers(lists, cuts, entries)
+    return FoundLayers(lists, cuts)
 
 
-def _known_lists(model: nn.Module, context: BoostContext, options: ShardOptions) -> list[str]:
+def _known_lists(model: nn.Module, context: BoostContext, options: HybridParallelPlugin) -> list[str]:
     """Return the lists of layers that a policy names; none where a dry run has to find them."""
     known = known_layers(model, options.custom_policy, context.hooks)
     if known is None:
@@ -389,7 +355,7 @@ def _paths(model: nn.Module, lists: Sequence[str]) -> list[str]:
     return [paths.get(name, name) for name in lists]
 
 
-def _run_dry(model: nn.Module, known: Sequence[str], batch: Any, options: ShardOptions, *, trains: bool) -> Any:
+def _run_dry(model: nn.Module, known: Sequence[str], batch: Any, options: HybridParallelPlugin, *, trains: bool) -> Any:
     """Return the lists of layers, and how the model may be cut there."""
     config = options.config.pipeline
     is_pipeline = config.size > 1
@@ -402,7 +368,7 @@ def _run_dry(model: nn.Module, known: Sequence[str], batch: Any, options: ShardO
 
 
 def _check_sequences(
-    lists: Sequence[str], objects: Boosted, context: BoostContext, options: ShardOptions
+    lists: Sequence[str], objects: Boosted, context: BoostContext, options: HybridParallelPlugin
 ) -> tuple[list[dict[Argument, int | None]], Mixers]:
     """Check that sequences can be split between the layers, on a batch of the data loader or a dummy.
 
@@ -415,7 +381,7 @@ def _check_sequences(
     from booster_hybrid.probe.sequences import NotComparedError, check_sequences
 
     model, mode, device = objects.model, str(options.config.sequence.mode), context.device
-    sizes = options.config.sequence.size, options.config.tensor.size
+    sizes = options.config.sequence.size, options.config.tp_size
     found: tuple[list[dict[Argument, int | None]], Mixers] = [], Mixers()
     with raised_on_all("boost", device):
         batches = []
@@ -454,7 +420,7 @@ def _split_sequences(
     split: TensorParallelModel,
     seen: tuple[Sequence[dict[Argument, int | None]], Mixers],
     mesh: Mesh,
-    options: ShardOptions,
+    options: HybridParallelPlugin,
 ) -> None:
     """Let layers work on this rank's positions, in place."""
     from booster_hybrid.sequence_parallel.apply import split_sequences
@@ -496,10 +462,9 @@ def _stage_of(plan: StagePlan, mesh: Mesh) -> dict[str, Any]:
 
 def _cut(
     plan: StagePlan,
-    found: FoundLayers,
     objects: Boosted,
     context: BoostContext,
-    options: ShardOptions,
+    options: HybridParallelPlugin,
     mesh: Mesh,
     *,
     has_experts: bool,
@@ -517,7 +482,7 @@ def _cut(
     plan.checkpoint(model, config.pipeline.checkpoint_ratios)
     # Parameters of other stages still tell their format: models make tables in that of their embedding.
     dtypes = working_dtypes(model, context.precision)
-    communicates = config.tensor.size > 1 or config.sequence.mode is not None or has_experts
+    communicates = config.tp_size > 1 or config.sequence.mode is not None or has_experts
     staged = plan.cut(model, mesh["pp",].index, dtypes, has_collectives=communicates)
     for optimizer in objects.optimizers:
         leave_out(model, optimizer)
@@ -539,7 +504,6 @@ def _cut(
             config.pipeline,
             pipeline.index,
             link,
-            BatchDimensions(model, found.entries),
             replica=mesh["pp", "sp", "tp"],
             data=mesh["dp",],
             sharing=[mesh[name,] for name in ("tp", "sp", "ep")],

@@ -101,23 +101,6 @@ CONTEXT_PARALLEL = {"ulysses": "all_to_all", "ring": "ring_attn"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorConfig:
-    """Tensor parallelism: each layer split over ranks.
-
-    Args:
-        size: Ranks over which a layer is split; 1 splits none.
-
-    Raises:
-        ConfigError: If the size is below 1.
-    """
-
-    size: int = 1
-
-    def __post_init__(self) -> None:
-        _check_positive("tp_size", self.size)
-
-
-@dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """Pipeline parallelism: consecutive layers on consecutive ranks.
 
@@ -249,38 +232,13 @@ class SequenceConfig:
             known = ", ".join(map(repr, SEQUENCE_MODES))
             msg = f"`sequence_parallelism_mode={self.mode!r}` is not one of {known}, or None."
             raise ConfigError(msg)
-        if self.mode == "split_gather" and self.size > 1:
+        if (self.size > 1) != (self.mode in ("all_to_all", "ring_attn")):
             msg = (
-                f"'split_gather' splits over the tensor parallel ranks, but `sp_size={self.size}`. Use 1, or another "
-                "mode."
+                f"`sp_size={self.size}` and `sequence_parallelism_mode={self.mode!r}` don't go together: 'all_to_all' "
+                "and 'ring_attn' split sequences over `sp_size` ranks, of which they need two or more, and "
+                "'split_gather' over the tensor parallel ranks. Change one of them, or leave both out."
             )
             raise ConfigError(msg)
-        if self.mode is None and self.size > 1:
-            msg = f"`sp_size={self.size}` needs a `sequence_parallelism_mode`: 'all_to_all' or 'ring_attn'."
-            raise ConfigError(msg)
-        if self.mode in ("all_to_all", "ring_attn") and self.size == 1:
-            msg = (
-                f"`sequence_parallelism_mode={self.mode!r}` splits sequences over `sp_size` ranks, which is 1. Pass "
-                "`sp_size`, or leave the mode out."
-            )
-            raise ConfigError(msg)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertConfig:
-    """Expert parallelism: the experts of each layer spread over data parallel ranks.
-
-    Args:
-        size: Ranks over which experts are spread; 1 leaves all of them on each rank.
-
-    Raises:
-        ConfigError: If the size is below 1.
-    """
-
-    size: int = 1
-
-    def __post_init__(self) -> None:
-        _check_positive("ep_size", self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,28 +246,30 @@ class HybridConfig:
     """The mesh of a hybrid run; the data parallel size is what the other sizes leave of the world.
 
     Args:
-        tensor: Tensor parallelism.
+        tp_size: Ranks over which a layer is split; 1 splits none.
         pipeline: Pipeline parallelism.
         sequence: Sequence parallelism.
-        expert: Expert parallelism; its size divides the data parallel size.
+        ep_size: Data parallel ranks over which experts are spread; 1 leaves all of them on each rank.
         zero: ZeRO over the data parallel ranks; ``None`` replicates the optimizer state on them.
         ddp: How they average gradients where the state is replicated; ``None`` for the defaults.
         mesh_order: The axes, from the outermost to the innermost, whose ranks are neighbours.
 
     Raises:
-        ConfigError: If ``"split_gather"`` splits sequences without a tensor size, there are options of both
-            ways to share the state, or the order does not name each axis once.
+        ConfigError: If a size is below 1, ``"split_gather"`` splits sequences without a tensor size, there are options
+            of both ways to share the state, or the order does not name each axis once.
     """
 
-    tensor: TensorConfig = field(default_factory=TensorConfig)
+    tp_size: int = 1
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     sequence: SequenceConfig = field(default_factory=SequenceConfig)
-    expert: ExpertConfig = field(default_factory=ExpertConfig)
+    ep_size: int = 1
     zero: ZeroConfig | None = None
     ddp: DataParallelConfig | None = None
     mesh_order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
+        _check_positive("tp_size", self.tp_size)
+        _check_positive("ep_size", self.ep_size)
         check_order(self.mesh_order)
         if self.ddp is not None and self.zero is not None:
             msg = (
@@ -324,7 +284,7 @@ class HybridConfig:
             )
             raise ConfigError(msg)
         mode = self.sequence.mode
-        if mode == "split_gather" and self.tensor.size == 1:
+        if mode == "split_gather" and self.tp_size == 1:
             msg = (
                 "`sequence_parallelism_mode='split_gather'` splits sequences over the tensor parallel ranks, but "
                 "`tp_size=1`. Pass `tp_size`, or use 'all_to_all' or 'ring_attn' with `sp_size`."
@@ -344,7 +304,7 @@ class HybridConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Size of each axis but that of data parallelism."""
-        return {"pp": self.pipeline.size, "sp": self.sequence.size, "tp": self.tensor.size}
+        return {"pp": self.pipeline.size, "sp": self.sequence.size, "tp": self.tp_size}
 
 
 def sequence_config(
@@ -418,7 +378,7 @@ def check_used(
         ConfigError: If there is one.
     """
     pp_size = config.pipeline.size
-    is_split = config.sequence.mode is not None or config.tensor.size > 1
+    is_split = config.sequence.mode is not None or config.tp_size > 1
     of_pipeline = (
         (
             "example_batch",
@@ -443,7 +403,7 @@ def check_used(
             "how a batch is cut. Give one of them; `num_microbatches` is passed on to `split_batch`."
         )
         raise ConfigError(msg)
-    sizes = (config.tensor.size, pp_size, config.expert.size)
+    sizes = (config.tp_size, pp_size, config.ep_size)
     if custom_policy is not None and max(sizes) == 1 and config.sequence.mode is None:
         msg = (
             "`custom_policy` says where a model is split, and `tp_size=1`, `pp_size=1` and `ep_size=1` without a "

@@ -4,9 +4,8 @@ transformers' loop, or a model's own, runs on every rank as it is. Where sequenc
 kept: each rank would have those of its part. Ranks draw tokens from the random numbers of the replica's first rank. A
 model that is cut into pipeline stages does not generate.
 
-Ranks must have the same options, from wherever these come: the arguments of `generate`, a ``generation_config`` among
-them, and the one of the model where none is given. With other ones they would wait for each other, or go on with other
-texts.
+Ranks must have the same options: with other ones they would wait for each other, or go on with other texts. Numbers and
+words among the arguments are compared.
 """
 
 from __future__ import annotations
@@ -16,24 +15,21 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from booster_core.errors import ConfigError
 from booster_core.ranks import DistCoordinator, NamedCall
 from booster_hybrid.random_streams import drawing_alike
-from booster_hybrid.same_batch import check_same_batch, checksum_of
+from booster_hybrid.same_training import check_same_batch
 from booster_runtime.sharding import generating_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    import torch
+
     from booster_hybrid.mesh import Axis
     from booster_hybrid.model import HybridModel
-
-
-_UNCOMPARED = ("streamer", "self", "transformers_version")
-"""What a rank may have alone: it shows the tokens, or tells what wrote a configuration."""
 
 
 def check_same_options(
@@ -54,55 +50,18 @@ def check_same_options(
 
     Collective: the ranks of the replica.
     """
-    options = _resolved(_named(method, args, kwargs), inner)
-    own = {name: _printable(value) for name, value in options.items() if not isinstance(value, torch.Tensor)}
-    remedy = "These ranks generate one text together: pass the same on each, also in the model's `generation_config`."
+    with contextlib.suppress(TypeError):  # the method itself raises what it can't be called with
+        kwargs = {**inspect.signature(method).bind_partial(*args).arguments, **kwargs}
+    own = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
+    remedy = "These ranks generate one text together: pass the same on each."
     DistCoordinator().agree("generate", own, remedy=remedy, process_group=replica.group)
-    if replica.size > 1 and inner is not None and _reads_clock(options):
+    config = kwargs.get("generation_config") or getattr(inner, "generation_config", None)
+    if replica.size > 1 and inner is not None and (kwargs.get("max_time") or getattr(config, "max_time", None)):
         msg = (
             "`max_time` ends the loop by a clock, which each of the ranks that generate one text together reads for "
             "itself: some would wait for a token more than others. Use `max_new_tokens`."
         )
         raise ConfigError(msg)
-
-
-def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by name; the method itself raises what it can't be called with."""
-    try:
-        bound = inspect.signature(method).bind_partial(*args).arguments
-    except TypeError:
-        bound = {f"argument {index}": value for index, value in enumerate(args)}
-    return {name: value for name, value in {**bound, **kwargs}.items() if name not in _UNCOMPARED}
-
-
-def _resolved(given: dict[str, Any], inner: Any) -> dict[str, Any]:
-    """Return what transformers makes of arguments: they take the place of settings in a ``generation_config``."""
-    config = given.pop("generation_config", None)
-    if config is None:
-        config = getattr(inner, "generation_config", None)
-    settings = config.to_dict() if hasattr(config, "to_dict") else {}
-    settings["use_cache"] = None  # only who asks for a cache in a call is refused one that can't be
-    return {**{name: value for name, value in settings.items() if name not in _UNCOMPARED}, **given}
-
-
-def _reads_clock(options: Mapping[str, Any]) -> bool:
-    criteria = options.get("stopping_criteria") or ()
-    return options.get("max_time") is not None or any(type(each).__name__ == "MaxTimeCriteria" for each in criteria)
-
-
-def _printable(value: Any) -> Any:
-    """Return what prints alike on every rank that has the same: values, and the classes of objects."""
-    if isinstance(value, (list, tuple)):
-        return [_printable(each) for each in value]
-    if hasattr(value, "to_dict") and not isinstance(value, (type, nn.Module)):
-        value = value.to_dict()
-    if isinstance(value, dict):
-        return {str(name): _printable(each) for name, each in value.items() if name not in _UNCOMPARED}
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-        return value
-    if isinstance(value, torch.Tensor):
-        return f"tensor {tuple(value.shape)} of {value.dtype}, checksum {checksum_of(value):#x}"
-    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def replace_generate(model: HybridModel, device: torch.device, *, splits_sequences: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.plugin import through_guard
 from booster_core.ranks import NamedCall
-from booster_hybrid.rank_group import refuse_copy
+from booster_hybrid.mesh import refuse_copy
 from booster_runtime.local_state import refuse_pickle
 from booster_zero import ShardedModel
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.engine import PipelineEngine
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.random_streams import SplitStreams
-    from booster_hybrid.same_training import DirectWeightUses, RequiresGradCheck
+    from booster_hybrid.same_training import RequiresGradCheck
     from booster_hybrid.state import LocalModel
+    from booster_hybrid.weight_reads import DirectWeightUses
 
 
 class HybridModel(ShardedModel):

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_hybrid.gathered_matrices import GatheredMatrices, Part
-    from booster_hybrid.same_training import DirectWeightUses
     from booster_hybrid.state import LocalModel
     from booster_hybrid.tensor_parallel.split import Split
+    from booster_hybrid.weight_reads import DirectWeightUses
     from booster_zero import ZeroConfig
     from booster_zero.engine import Bucket
 

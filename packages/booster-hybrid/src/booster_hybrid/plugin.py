@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -28,26 +27,23 @@ from booster_core.plugin import (
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import DistCoordinator
 from booster_core.state import NamedTensors, Replica
-from booster_hybrid.boosting import ShardOptions, shard
+from booster_hybrid.boosting import shard
 from booster_hybrid.config import (
     DataParallelConfig,
-    ExpertConfig,
     HybridConfig,
     PipelineConfig,
-    TensorConfig,
     check_used,
     checked_choice,
     sequence_config,
     zero_options,
 )
-from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
-from booster_hybrid.mesh_attributes import MeshAttributes
+from booster_hybrid.mesh import AXES, MeshAttributes, check_order, make_groups, meshes_to_plan
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer
-from booster_hybrid.pipeline.microbatches import cut_batch
+from booster_hybrid.pipeline.batches import cut_batch
 from booster_hybrid.pipeline.schedule import make_schedule
-from booster_hybrid.same_training import parts_of
 from booster_hybrid.state import HybridStateAdapter
+from booster_hybrid.weight_reads import parts_of
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
 from booster_runtime.sharding import refuse_renormalized
@@ -66,7 +62,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.precision import LossScaleConfig
     from booster_hybrid.mesh import Mesh
-    from booster_hybrid.pipeline.microbatches import SplitHook
+    from booster_hybrid.pipeline.batches import SplitHook
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
     from booster_hybrid.state import LocalModel
@@ -117,8 +113,6 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         ddp: How gradients are averaged under ``zero_stage=0``.
         zero: All of ZeRO's options, instead of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
         loss_scale: Settings of dynamic loss scaling, for ``precision="fp16"``.
-        config: The mesh, how sequences and batches are split, and the data axis, in one value, in place of the
-            arguments about these.
         pipeline_record: A folder to which each rank of a pipeline writes its schedule, for ``booster trace``.
 
     Raises:
@@ -155,6 +149,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         "broadcast_buffers": "pass `ddp=DataParallelConfig(broadcast_buffers=...)`",
         "ddp_bucket_cap_mb": "pass `ddp=DataParallelConfig(bucket_bytes=...)`, in bytes",
         "enable_sequence_parallelism": "pass `sequence_parallel=True`, or `context_parallel=` with `sp_size=`",
+        "config": "pass what it holds as arguments of their own, such as `tp_size=` and `zero=`",
         "dp_outside": "pass `mesh_order=`, the axes from the outermost to the innermost",
         "moe_dp_outside_pp": "pass `mesh_order=`, the axes from the outermost to the innermost",
         "gradient_checkpoint_config": "pass `checkpoint_ratio=`, one number or one for each stage",
@@ -194,20 +189,16 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         ddp: DataParallelConfig | None = None,
         zero: ZeroConfig | None = None,
         loss_scale: LossScaleConfig | None = None,
-        config: HybridConfig | None = None,
         pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
-        if config is not None:
-            _refuse_beside_config(HybridParallelPlugin.__init__, locals())
         check_argument_types(HybridParallelPlugin.__init__.__annotations__, {**locals(), "return": None})
-        configs = (("ddp", ddp, DataParallelConfig), ("zero", zero, ZeroConfig), ("config", config, HybridConfig))
-        for option, value, kind in configs:
+        for option, value, kind in (("ddp", ddp, DataParallelConfig), ("zero", zero, ZeroConfig)):
             if value is not None and not isinstance(value, kind):
                 msg = f"`{option}` is a `{kind.__name__}`; got `{type(value).__name__}`."
                 raise TypeError(msg)
         sharded = zero_options(zero, zero_stage, max_norm, cpu_offload=cpu_offload)
-        self.config = config or HybridConfig(
-            tensor=TensorConfig(size=tp_size),
+        self.config = HybridConfig(
+            tp_size=tp_size,
             pipeline=PipelineConfig(
                 size=pp_size,
                 num_microbatches=num_microbatches,
@@ -227,7 +218,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
                 sequence_parallel=sequence_parallel,
                 context_parallel=context_parallel,
             ),
-            expert=ExpertConfig(size=ep_size),
+            ep_size=ep_size,
             zero=sharded,
             ddp=DataParallelConfig() if ddp is None and sharded is None else ddp,
             mesh_order=check_order(mesh_order),
@@ -286,7 +277,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """
         del values
         self._warn_of_plain_data_parallelism()
-        found = shard(objects, context, self._options(), self._mesh_of_world(), self._zero)
+        found = shard(objects, context, self, self._mesh_of_world(), self._zero)
         boosted, self._unchecked_layers = found.boosted, found.unchecked
         model: HybridModel = boosted.model  # type: ignore[assignment]
         if callable(getattr(model.unwrap(), "generate", None)):
@@ -359,7 +350,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """
         before, self.unchecked = self.unchecked, "allow"
         try:
-            if self.config.expert.size == 1:
+            if self.config.ep_size == 1:
                 yield None
                 return
             from booster_hybrid.expert_parallel.exchange import assuming_balanced_experts
@@ -536,44 +527,9 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         del options["unchecked_layers"]
         return options
 
-    def _options(self) -> ShardOptions:
-        return ShardOptions(
-            config=self.config,
-            custom_policy=self.custom_policy,
-            example_batch=self.example_batch,
-            split_batch=self.split_batch,
-            parallel_output=self.parallel_output,
-            unchecked=self.unchecked,
-            pipeline_record=self.pipeline_record,
-        )
-
     def _mesh_of_world(self) -> Mesh:
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
         if self._made_for is None or self._made_for[0] is not world:
-            self._made_for = (world, make_groups(self._shape(dist.get_world_size()), self.config.expert.size))
+            self._made_for = (world, make_groups(self._shape(dist.get_world_size()), self.config.ep_size))
         return self._made_for[1]
-
-
-_BESIDE_CONFIG = frozenset(
-    ("precision", "example_batch", "split_batch", "parallel_output", "unchecked", "custom_policy", "loss_scale")
-)
-"""Arguments that no `HybridConfig` holds, next to where the pipeline's record goes and the norm of replicated state."""
-
-
-def _refuse_beside_config(function: Callable[..., None], given: Mapping[str, Any]) -> None:
-    """Refuse arguments that `HybridConfig` has, next to one.
-
-    Raises:
-        ConfigError: If there is one.
-    """
-    free = {*_BESIDE_CONFIG, "self", "config", "pipeline_record"}
-    if getattr(given["config"], "zero", None) is None:
-        free.add("max_norm")
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name not in free and given[name] != parameter.default:
-            msg = (
-                f"`{name}={given[name]!r}` is a part of `config=HybridConfig(...)`, which is given too. Say it in one "
-                "place."
-            )
-            raise ConfigError(msg)

@@ -1,34 +1,163 @@
-"""Whether ranks that compute the same train the same: batches, parameters, their values, from whole ones.
+"""Whether ranks that compute the same train the same: batches, parameters, and their values.
 
-A script may freeze a parameter on one rank, give ranks other random numbers, or put a penalty on parameters of which
-each rank has a part. Ranks would diverge, or wait for each other, without a sign of why.
+A loader that deals samples out by rank, or a collator that draws random numbers of its own, gives ranks that work on
+one batch together different ones: they would train on a mixture of both without a sign. Batches are compared by a
+checksum of their tensors, large ones by a sample of their values, so that it takes less than a millisecond, and what is
+compared goes with what ranks send each other anyway. A script may freeze a parameter on one rank, or give ranks other
+random numbers: they would diverge, or wait for each other, without a sign of why.
 """
 
 from __future__ import annotations
 
-import bisect
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.ranks import digest
-from booster_core.state import NamedTensors
-from booster_hybrid.same_batch import BatchNumbers, different_batches
-from booster_hybrid.tensor_parallel.tables import outside_of_layer, watch_tables
+from booster_core.state import NamedTensors, byte_view
 from booster_runtime import collectives
 from booster_runtime.memory import is_absent
 from booster_runtime.sharding import control_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import Tensor, nn
+    from torch import nn
+    from torch.distributed import ProcessGroup
 
     from booster_hybrid.mesh import Axis
     from booster_hybrid.state import LocalModel
+
+
+class ToHost:
+    """Begins to copy a tensor to the host.
+
+    Args:
+        tensor: On any device.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._arrived = None if tensor.device.type == "cpu" else torch.Event(tensor.device)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it was on the host."""
+        return self._arrived is None
+
+    def wait(self) -> torch.Tensor:
+        """Return the copy, once the device has come to where it was begun."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy
+
+
+_WHOLE_NUMEL = 8192
+"""Tensors of more elements are sampled; different batches rarely differ in a few values alone."""
+
+
+def checksum_of(batch: Any, turn: int = 0) -> int:
+    """Return a number of 32 bits that batches with other tensors almost surely don't have.
+
+    Args:
+        batch: Tensors in any nest of dicts, lists and tuples; what is no tensor is not looked at.
+        turn: The number of the batch: of large tensors, other values are looked at in each.
+    """
+    found = 0
+    for leaf in _tensors_of(batch):
+        found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
+        found = zlib.crc32(_bytes_of(leaf, turn).cpu().numpy().data, found)
+    return found
+
+
+def _tensors_of(batch: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(batch)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+
+
+def _bytes_of(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    return byte_view(_sample(tensor.detach(), turn).contiguous())
+
+
+class BatchNumbers:
+    """Numbers each batch of a rank, without a wait for a device.
+
+    Values on a device are on their way to the host meanwhile, so that they count in the number of the batch that
+    follows.
+    """
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._before: ToHost | None = None
+
+    def take(self, batch: Any) -> int:
+        """Return the number of the next batch.
+
+        Args:
+            batch: As for `checksum_of`.
+        """
+        self._turn += 1
+        tensors = _tensors_of(batch)
+        here = [leaf for leaf in tensors if leaf.device.type == "cpu"]
+        others = [leaf for leaf in tensors if leaf.device.type != "cpu"]
+        form = repr([(leaf.dtype, tuple(leaf.shape)) for leaf in others])
+        before = 0 if self._before is None else zlib.crc32(self._before.wait().numpy().data)
+        self._before = ToHost(torch.stack([_sum_of(leaf, self._turn) for leaf in others])) if others else None
+        number = zlib.crc32(form.encode(), before)
+        return zlib.crc32(checksum_of(here, self._turn).to_bytes(4, "little"), number)
+
+
+def _sum_of(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    """Return a sum of a tensor's bytes that depends on their order, on its device."""
+    values = _bytes_of(tensor, turn).long()
+    return (values * torch.arange(1, 1 + values.numel(), device=values.device)).sum()
+
+
+def _sample(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    """Return a small tensor as it is, and of a large one values at equal distances."""
+    numel = tensor.numel()
+    if numel <= _WHOLE_NUMEL:
+        return tensor
+    step = -(-numel // _WHOLE_NUMEL)
+    places = torch.arange(turn % step, numel, step, device=tensor.device)
+    if tensor.is_contiguous():
+        return tensor.view(-1)[places]
+    return tensor[torch.unravel_index(places, tensor.shape)]
+
+
+def different_batches(ranks: list[int]) -> ConfigError:
+    """Return the error that tells of ranks with different batches.
+
+    Args:
+        ranks: The ranks that work on one batch together.
+    """
+    return ConfigError(
+        f"Ranks {', '.join(map(str, ranks))} work on one batch together, but were given different ones. Use the data "
+        "loader that `boost` or `prepare_dataloader` returned; where samplers, collators or augmentation of your own "
+        "draw random numbers, let these ranks draw the same (from a generator seeded alike, not the global one)."
+    )
+
+
+def check_same_batch(batch: Any, group: ProcessGroup, ranks: list[int]) -> None:
+    """Raise on all ranks of a group if they have different batches.
+
+    Args:
+        batch: As for `checksum_of`.
+        group: Ranks that work on one batch together.
+        ranks: Their ranks in the world.
+
+    Raises:
+        ConfigError: If they have different ones.
+
+    Collective: the group.
+    """
+    if len(set(collectives.all_gather_object(checksum_of(batch), group))) > 1:
+        raise different_batches(ranks)
+
 
 _MOST_LISTED = 4
 
@@ -84,101 +213,6 @@ class RequiresGradCheck:
                     "batch together. Call `requires_grad_` alike on all ranks."
                 )
                 raise ConfigError(msg)
-
-
-class DirectWeightUses:
-    """Finds what a loss reads of parameters of which each rank has a part, elsewhere than where they are split.
-
-    That is what was computed outside of the model's forward, but by a layer. Products with tables, and lookups in them,
-    raise by themselves (`SplitTable`), in forward as well.
-
-    Args:
-        model: The user's model, split.
-        parts: Names of such parameters, by ``id``.
-    """
-
-    def __init__(self, model: nn.Module, parts: Mapping[int, str]) -> None:
-        self._parts = parts
-        self._tables = watch_tables(model, parts)
-        self._spans: list[tuple[int, int]] = []
-        self._start = 0
-
-    def begin(self) -> None:
-        """Begin a forward of the model."""
-        self._start = _next_number()
-
-    def end(self) -> None:
-        """End it."""
-        self._spans.append((self._start, _next_number()))
-        del self._spans[:-_MOST_SPANS]
-
-    def check(self, loss: Tensor) -> None:
-        """Raise if something in the graph of a loss reads such a parameter where it is not split.
-
-        Raises:
-            ConfigError: If so, on all ranks.
-        """
-        if loss.grad_fn is None or not self._spans:
-            return
-        for node, key in self._readers(loss.grad_fn):
-            is_lookup = key in self._tables and node.name().startswith("EmbeddingBackward")
-            if not (is_lookup or _is_ours(node) or self._is_inside(node)):
-                raise outside_of_layer(self._parts[key], node.name())
-
-    def _readers(self, root: Any) -> Iterator[tuple[Any, int]]:
-        """Yield the nodes outside of the model's forward that read such parameters, with a parameter's ``id``."""
-        waiting, seen = [root], {root}
-        while waiting:
-            node = waiting.pop()
-            for following, _ in node.next_functions:
-                key = id(getattr(following, "variable", None))
-                if key in self._parts:
-                    yield node, key
-                elif following is not None and following not in seen and not self._is_inside(following):
-                    seen.add(following)
-                    waiting.append(following)
-
-    def _is_inside(self, node: Any) -> bool:
-        """Return whether a node was made in a forward of the model."""
-        number = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
-        place = bisect.bisect_left(self._spans, (number, 0)) - 1
-        return place >= 0 and number < self._spans[place][1]
-
-
-_MOST_SPANS = 4096
-"""Forwards that a loss may come of."""
-
-
-def _is_ours(node: Any) -> bool:
-    """Return whether a node is of a function that takes a part for a part: Booster's, or what it has compiled."""
-    if node.name().startswith("CompiledFunction"):
-        return True
-    function = getattr(type(node), "_forward_cls", None)
-    return function is not None and function.__module__.startswith("booster_")
-
-
-def _next_number() -> int:
-    """Return the number that autograd gives to the next node of this thread."""
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        node: Any = torch.zeros((), requires_grad=True).view(()).grad_fn
-    number: int = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
-    return number
-
-
-def parts_of(model: nn.Module, local: LocalModel) -> dict[int, str]:
-    """Return the names of the parameters of which this rank has a part, by ``id``.
-
-    Args:
-        model: The user's model, split.
-        local: What is here of it.
-    """
-    names = NamedTensors.of(model).name_of
-    shapes = local.whole_shapes(model)
-    return {
-        id(each): names[id(each)]
-        for each in model.parameters()
-        if not is_absent(each) and tuple(each.shape) != shapes[names[id(each)]]
-    }
 
 
 def check_copies(model: nn.Module, local: LocalModel, replica: Axis) -> None:

@@ -30,6 +30,7 @@ from booster_hybrid.torch_functions import (
     is_elementwise,
     name_of,
     outside_of_graphs,
+    version_of,
     writes_in_place,
 )
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.mesh import RankGroup
 
 _MEETING = "gather of split logits"
 
@@ -217,7 +218,7 @@ def _check_unchanged(source: SplitLogits) -> None:
         ConfigError: If so.
     """
     whole = source._whole  # noqa: SLF001 - our own
-    if whole is not None and _version_of(whole.tensor) != whole.version:
+    if whole is not None and version_of(whole.tensor) != whole.version:
         msg = (
             f"A view of all logits, of which this rank has {source.partition.shown()}, was changed in place, which "
             "does not reach their parts. Change `logits.gather()` and go on with that, or pass `parallel_output=False`."
@@ -231,16 +232,11 @@ def _whole_of(source: SplitLogits) -> Tensor:
     Collective: the ranks that have parts.
     """
     local, whole = source.local(), source._whole  # noqa: SLF001 - our own
-    state = (_version_of(local), torch.is_grad_enabled())
+    state = (version_of(local), torch.is_grad_enabled())
     if whole is None or whole.state != state:
         tensor = source.partition.gathered(local)
-        whole = source._whole = _Whole(tensor, _version_of(tensor), state)  # noqa: SLF001 - our own
+        whole = source._whole = _Whole(tensor, version_of(tensor), state)  # noqa: SLF001 - our own
     return whole.tensor
-
-
-def _version_of(tensor: Tensor) -> int:
-    """Return a number that grows when a tensor is written to; those made in inference mode count nothing."""
-    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - no other way
 
 
 @outside_of_graphs

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from booster_core.state import Box, JSONValue, ParamGroup, ShardFollower
+    from booster_hybrid.mesh import RankGroup
     from booster_hybrid.pipeline.stages import StageMap
-    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
     from booster_zero import ShardedStateAdapter
     from booster_zero.engine import Layout

@@ -103,3 +103,9 @@ def outside_of_graphs(function: F) -> F:
     disabled: Any = _disable_dynamo(function)
     result: F = disabled
     return result
+
+
+def version_of(tensor: Any) -> int:
+    """Return a number that grows when a tensor is written to; one made in inference mode counts nothing."""
+    counts = isinstance(tensor, Tensor) and not tensor.is_inference()
+    return tensor._version if counts else -1  # noqa: SLF001 - torch tells it nowhere else

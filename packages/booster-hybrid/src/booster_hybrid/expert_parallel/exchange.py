@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core.errors import GradientError
+from booster_hybrid.tensor_parallel.collectives import refuse_second_derivative
 from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.mesh import RankGroup
 
 
 _has_no_values: ContextVar[bool] = ContextVar("booster tokens without values", default=False)
@@ -222,7 +222,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative("Experts that are spread over", "ep_size")
         route: Route = ctx.route
         hidden, *weights = (
             route.place(each, ctx.num_tokens) for each in _exchanged(gradients, route.received, route.sent, ctx.group)
@@ -241,7 +241,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        _refuse_second_derivative()
+        refuse_second_derivative("Experts that are spread over", "ep_size")
         route: Route = ctx.route
         (rows,) = _exchanged((route.take(gradient),), route.sent, route.received, ctx.group)
         return rows, None, None, None
@@ -293,12 +293,3 @@ def _exchanged(
     for each in pending:
         each.wait()
     return results
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():  # nothing else runs backward with gradients enabled
-        msg = (
-            "Experts that are spread over ranks have no second derivative, which `create_graph=True` asks for. Leave "
-            "it out, or train this model with `ep_size=1`."
-        )
-        raise GradientError(msg)

@@ -4,7 +4,7 @@ Each stage runs the model's own forward on the whole microbatch. Layers before i
 its first layer gets the arguments that the stage before has sent, by name, and the first layer after its range ends the
 forward, and its arguments are what this stage sends, but for those that the next one has by itself: masks, position
 tables and the like are recomputed from the microbatch on each stage. What else later stages need goes along with these
-arguments; see `booster_hybrid.pipeline.needs`. What a stage has not got is absent, and raises where it is read; see
+arguments; see `booster_hybrid.pipeline.stages`. What a stage has not got is absent, and raises where it is read; see
 `booster_hybrid.pipeline.absent`.
 """
 
@@ -22,6 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.modules import prefixes
 from booster_hybrid.pipeline.absent import (
     AbsentTensor,
     ActivationMeta,
@@ -34,10 +35,10 @@ from booster_hybrid.pipeline.absent import (
     refuse,
     take_place,
 )
-from booster_hybrid.pipeline.arguments import ArgumentNames
 from booster_hybrid.pipeline.label_means import CountedLoss
 from booster_hybrid.pipeline.p2p import check_sendable
-from booster_hybrid.pipeline.stage_forward import AbsentCalls, outside_of, show
+from booster_hybrid.pipeline.stage_forward import AbsentCalls, ArgumentNames, outside_of, show
+from booster_hybrid.torch_functions import version_of
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
 if TYPE_CHECKING:
@@ -146,13 +147,6 @@ def _absent_parameters(module: nn.Module, recurse: bool = True) -> Iterator[Tens
         yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor) and is_absent(value))
 
 
-def prefixes(name: str) -> Iterator[str]:
-    """Yield a module's name and those of the modules around it."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-
-
 def held_parameters(modules: Mapping[str, nn.Module], trace: Trace, stage: StageRange) -> set[int]:
     """Return the ``id`` of the parameters that a stage needs."""
     return {
@@ -210,12 +204,10 @@ class StageInputs:
     Args:
         boundaries: What each stage gets from the one before.
         skips_idle: Whether stages leave out modules of which they have no parameters; see `idle_modules`.
-        sample_dims: For paths of outputs, along which dimension they have an entry per sample; ``None`` for none.
     """
 
     boundaries: tuple[BoundarySpec, ...]
     skips_idle: bool = True
-    sample_dims: Mapping[str, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -297,8 +289,8 @@ class StagedModel:
         self._mode: TorchFunctionMode | None = None
         self.forms = ResultForms()
         self._layer_forwards: list[_LayerForward] = []
-        self._enclosed: list[tuple[nn.Module, _LayerForward | None]] = []
-        self._hollow_places: list[tuple[nn.Module, str]] = []
+        self._layer_forward_of: dict[int, _LayerForward] = {}
+        self._hollow_places: list[tuple[dict[str, Any], dict[str, Any], str]] = []
         self._num_returns: Counter[str] = Counter()
         self._num_idle: Counter[str] = Counter()
         self._made: dict[str, tuple[Tensor, int]] = {}
@@ -323,16 +315,16 @@ class StagedModel:
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
             layer_forward = _LayerForward(self, module, position, may_be_tried=may_be_tried)
             self._layer_forwards.append(layer_forward)
-            self._enclosed.append((module, layer_forward))
+            self._layer_forward_of[id(module)] = layer_forward
             self._set_forward(module, layer_forward)
-            if self._holds(position):
-                self._undo.append(module.register_forward_pre_hook(layer_forward.enter, prepend=True).remove)
-                self._undo.append(module.register_forward_hook(layer_forward.leave).remove)
         self._leaving = [layer_forward for layer_forward in self._layer_forwards if layer_forward.layer.kept]
         self._layers = {layer.name for layer in trace.layers}
-        for name, module in modules.items():
-            if not self._layers.intersection(prefixes(name)):
-                self._enclosed.append((module, None))
+        self._enclosed = [
+            module
+            for name, module in modules.items()
+            if id(module) in self._layer_forward_of or not self._layers.intersection(prefixes(name))
+        ]
+        self.enclose_calls()
         for name in sorted(self.cuts.idle) if may_be_tried else ():
             self._set_forward(modules[name], _Idle(self, name, modules[name]))
 
@@ -378,7 +370,7 @@ class StagedModel:
             key = wanted.get(path)
             values.append(leaf if key is None else self._received.get(key, leaf))
             if key is not None:
-                self._made[key] = values[-1], _version_of(values[-1])
+                self._made[key] = values[-1], version_of(values[-1])
         return pytree.tree_unflatten(values, form) if wanted.values() & self._received.keys() else output
 
     def _is_of_layer(self, name: str) -> bool:
@@ -413,7 +405,7 @@ class StagedModel:
                     absent: Any = absent_like(form, f"parameter '{gone[-1]}'")
                     absent._is_param = True  # noqa: SLF001 - what `isinstance` asks for, as in `get_parameter`
                     object.__setattr__(module, key, absent)
-                    self._hollow_places.append((module, key))
+                    self._hollow_places.append((module._parameters, vars(module), key))  # noqa: SLF001 - where they are looked for
         for name, module in modules.items():
             if name and next(module.parameters(), None) is None and next(_absent_parameters(module), None) is not None:
                 # Models ask a part for its first parameter's format, as transformers' `dtype` does.
@@ -445,14 +437,14 @@ class StagedModel:
     @contextlib.contextmanager
     def showing_absent_state(self) -> Iterator[None]:
         """Let a criterion raise that reads parameters or attributes of other stages, also in a sum over all."""
-        places = [(module._parameters, key) for module, key in self._hollow_places]  # noqa: SLF001 - where they are looked for
-        for (parameters, key), (module, _) in zip(places, self._hollow_places, strict=True):
-            parameters[key] = module.__dict__[key]
+        places = self._hollow_places
+        for parameters, attributes, key in places:
+            parameters[key] = attributes[key]
         try:
             with noting_errors([]), self._without_attributes_of_others():
                 yield
         finally:
-            for parameters, key in places:
+            for parameters, _, key in places:
                 del parameters[key]
 
     @contextlib.contextmanager
@@ -528,28 +520,28 @@ class StagedModel:
         """Return what looks at the functions that a stage calls outside of its layers."""
         return CountedLoss() if stage.is_last else None
 
-    def enclose_compiled(self) -> None:
-        """Enter compiled modules from outside of what is compiled, which is not to depend on the stage."""
-        for module, layer_forward in self._enclosed:
-            compiled = module._compiled_call_impl  # noqa: SLF001 - where `Module.compile` leaves it
-            if compiled is not None and not isinstance(compiled, _CompiledCall):
-                module._compiled_call_impl = _CompiledCall(self, module, layer_forward, compiled)  # noqa: SLF001 - likewise
+    def enclose_calls(self) -> None:
+        """Stand around layers with their hooks, and around what is compiled, which is not to depend on the stage.
 
-    def call_compiled(self, call: _CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what a compiled module does in the active stage.
-
-        Layers that are run are run as they were compiled. What stands outside of them meets values that are absent, and
-        runs as if it had not been compiled.
+        What is compiled later is enclosed when this is called again.
         """
-        stage, layer_forward = self._active, call.layer_forward
-        if layer_forward is not None and (stage is None or stage.first <= layer_forward.position < stage.last):
-            self.enter_layer(layer_forward.position)
-            output = self.call_layer(layer_forward, args, kwargs, call.inside)
-            self.leave_layer(layer_forward.position)
-            return output
-        if not self._is_forward:
-            return call.compiled(*args, **kwargs)
-        return call.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what `Module.compile` has compiled
+        for module in self._enclosed:
+            compiled = module._compiled_call_impl  # noqa: SLF001 - where `Module.compile` leaves it
+            layer_forward = self._layer_forward_of.get(id(module))
+            if isinstance(compiled, (_LayerCall, _OutsideCall)) or (compiled is None and layer_forward is None):
+                continue
+            call = (
+                _LayerCall(self, module, layer_forward, compiled)
+                if layer_forward is not None
+                else _OutsideCall(self, module, compiled)
+            )
+            module._compiled_call_impl = call  # noqa: SLF001 - likewise
+            self._undo.append(functools.partial(setattr, module, "_compiled_call_impl", compiled))
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a stage's forward runs, rather than a recomputation in its backward."""
+        return self._is_forward
 
     def call_layer(
         self,
@@ -569,7 +561,6 @@ class StagedModel:
         Raises:
             ConfigError: If no stage is active, and this rank lacks some of the layers.
         """
-        # Called for each layer before the stage, of which a model may have many, in each microbatch.
         stage, position = self._active, layer_forward.position
         if stage is not None and position < stage.first:
             return layer_forward.pass_through(args, kwargs)
@@ -589,7 +580,7 @@ class StagedModel:
             raise self._skipped(stage, stage.first, "with which it begins")
         if position == stage.last:
             raise StageEnd(self._payload(stage, layer_forward, args, kwargs))
-        with contextlib.nullcontext() if self._mode is None else outside_of(self._mode), letting_through(None):
+        with outside_of(self._mode), letting_through(None):
             if position == stage.first:
                 self._has_begun = True
                 if position > 0:
@@ -699,7 +690,7 @@ class StagedModel:
             value, version = self._made.get(output.name, (self._received.get(output.name), 0))
             if not isinstance(value, torch.Tensor):
                 raise self._without_tensor(stage.index, what)
-            if output.name in self._made and _version_of(value) != version:
+            if output.name in self._made and version_of(value) != version:
                 msg = (
                     f"{type(self.model).__name__} can't be cut before its layer '{layer.name}': its forward changes "
                     f"in place {what}, which the next stage gets and would change again. Let it make a new tensor "
@@ -733,11 +724,6 @@ class StagedModel:
         )
 
 
-def _version_of(value: Any) -> int:
-    """Return a number that grows when a tensor is written to; those made in inference mode count nothing."""
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0  # noqa: SLF001 - torch tells it nowhere else
-
-
 class _LayerForward:
     """The forward of a layer in a staged model."""
 
@@ -751,12 +737,12 @@ class _LayerForward:
         named = named_forward(module)
         self.names = ArgumentNames(named)
         self.__signature__ = inspect.signature(named)  # callers look at what a layer takes
-        self._origin = f"layer '{layer.name}'"
-        self.calls = AbsentCalls(module, module.forward, self._origin)
+        self.origin = f"layer '{layer.name}'"
+        self.calls = AbsentCalls(module, module.forward, self.origin)
         self._may_be_tried = may_be_tried
         # The argument that the output is like, where that is all there is to tell of it, as of most layers.
         self._like = layer.returned.argument if layer.returned.has_shapes and not layer.writes else None
-        self._is_like_first = self._like is not None and self.names.is_first(self._like)
+        self.is_quick = self._like is not None and self.names.is_first(self._like)
         self.is_open = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -764,30 +750,20 @@ class _LayerForward:
             return self.forward(*args, **kwargs)
         return self._staged.call_layer(self, args, kwargs)
 
-    def enter(self, *_: Any) -> None:
-        """Begin a call of the layer, before what else is hooked to it."""
-        if not self.is_open:
-            self._staged.enter_layer(self.position)
-
-    def leave(self, *_: Any) -> None:
-        """End it, after that."""
-        if not self.is_open:
-            self._staged.leave_layer(self.position)
-
     def pass_through(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what stands for the layer's output where it is not run: of the same form, without its values."""
         is_watched = self.calls.is_watched
         if self._like is not None and not is_watched:
-            value = args[0] if args and self._is_like_first else self.names.get(self._like, args, kwargs)
+            value = args[0] if args and self.is_quick else self.names.get(self._like, args, kwargs)
             if isinstance(value, torch.Tensor):
-                return absent_like(ActivationMeta.of(value), self._origin)
+                return absent_like(ActivationMeta.of(value), self.origin)
         if self._may_be_tried and not self.layer.returned.has_shapes:
             return self.calls.result(self._staged.forms, args, kwargs)
         if self.layer.writes:
             self._refuse_writes(dict(self.names.leaves(args, kwargs)))
         arguments = self._arguments(args, kwargs)
         forms = {
-            path: absent_like(ActivationMeta.of(leaf), self._origin)
+            path: absent_like(ActivationMeta.of(leaf), self.origin)
             for path, leaf in arguments.items()
             if isinstance(leaf, torch.Tensor)
         }
@@ -798,7 +774,7 @@ class _LayerForward:
         def one_each(value: AbsentTensor) -> Tensor:
             """Return another one in the place of one that stands for two tensors, of which other values arrive."""
             if id(value) in given:
-                return absent_like(ActivationMeta.of(value), self._origin)
+                return absent_like(ActivationMeta.of(value), self.origin)
             given.add(id(value))
             return value
 
@@ -839,25 +815,67 @@ class _LayerForward:
             raise ConfigError(msg)
 
 
-class _CompiledCall:
-    """What a compiled module is called by in a staged model."""
+class _LayerCall:
+    """What a layer is called by, in place of what `nn.Module` does: around its hooks, and what was compiled of it.
+
+    Args:
+        staged: The staged model.
+        module: The layer.
+        layer_forward: Its forward.
+        compiled: What `Module.compile` has left; ``None`` for nothing.
+    """
+
+    __slots__ = ("_compiled", "_hooks", "_layer_forward", "_module", "_origin", "_position", "_staged")
 
     def __init__(
-        self, staged: StagedModel, module: nn.Module, layer_forward: _LayerForward | None, compiled: Callable[..., Any]
+        self, staged: StagedModel, module: nn.Module, layer_forward: _LayerForward, compiled: Callable[..., Any] | None
     ) -> None:
-        self._staged, self.module, self.layer_forward, self.compiled = staged, module, layer_forward, compiled
+        self._staged, self._module, self._layer_forward, self._compiled = staged, module, layer_forward, compiled
+        self._position, self._origin = layer_forward.position, layer_forward.origin
+        self._hooks = [
+            hooks
+            for each in module.modules()
+            for hooks in (each._forward_hooks, each._forward_pre_hooks)  # noqa: SLF001 - torch tells it nowhere else
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._staged.call_compiled(self, args, kwargs)
+        stage, position = self._staged._active, self._position  # noqa: SLF001 - an attribute costs less than a property
+        # A model may have many layers before the stage, each of which is called in each microbatch.
+        is_before = stage is not None and position < stage.first
+        if is_before and self._layer_forward.is_quick and not any(self._hooks):
+            value = args[0] if args else None
+            if type(value) is AbsentTensor:
+                return absent_like(value.form, self._origin)
+        self._staged.enter_layer(position)
+        if self._compiled is None or is_before or (stage is not None and position >= stage.last):
+            output = self._module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what would be called
+        else:
+            output = self._staged.call_layer(self._layer_forward, args, kwargs, self._run_compiled)
+        self._staged.leave_layer(position)
+        return output
 
-    def inside(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         """Run what was compiled, in which the layer's own forward is open."""
-        assert self.layer_forward is not None, "it is a layer's"
-        self.layer_forward.is_open = True
+        assert self._compiled is not None, "it was compiled"
+        self._layer_forward.is_open = True
         try:
-            return self.compiled(*args, **kwargs)
+            return self._compiled(*args, **kwargs)
         finally:
-            self.layer_forward.is_open = False
+            self._layer_forward.is_open = False
+
+
+class _OutsideCall:
+    """What a compiled module outside of the layers is called by.
+
+    In a stage's forward it meets values that are absent, and runs as if it had not been compiled.
+    """
+
+    def __init__(self, staged: StagedModel, module: nn.Module, compiled: Any) -> None:
+        self._staged, self._module, self._compiled = staged, module, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call: Any = self._module._call_impl if self._staged.is_in_forward else self._compiled  # noqa: SLF001 - what `Module.compile` has compiled
+        return call(*args, **kwargs)
 
 
 class _Idle:

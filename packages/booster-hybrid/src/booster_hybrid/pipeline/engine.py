@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.ranks import NamedCall
-from booster_hybrid.fixed_draws import preserve_generators
+from booster_hybrid.pipeline.batches import cut_batch, join_outputs
 from booster_hybrid.pipeline.label_means import LabelMeans, other_mean
-from booster_hybrid.pipeline.microbatches import cut_batch, join_outputs
 from booster_hybrid.pipeline.runtime import PipelineRun, RankSchedule
 from booster_hybrid.pipeline.schedule import ActionKind, make_schedule
-from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed
-from booster_hybrid.same_batch import ToHost, checksum_of, different_batches
+from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed, preserve_generators
+from booster_hybrid.same_training import ToHost, checksum_of, different_batches
 from booster_runtime import collectives
 from booster_runtime.data import move_batch
 from booster_runtime.label_means import are_parts_weighed
@@ -34,12 +33,11 @@ if TYPE_CHECKING:
     from booster_hybrid.config import PipelineConfig
     from booster_hybrid.mesh import Axis
     from booster_hybrid.optimizer import HybridOptimizer
+    from booster_hybrid.pipeline.batches import SplitHook
     from booster_hybrid.pipeline.cut import StagedModel
-    from booster_hybrid.pipeline.example import BatchDimensions
-    from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.p2p import P2PChannel
     from booster_hybrid.pipeline.schedule import Schedule
-    from booster_hybrid.same_training import DirectWeightUses
+    from booster_hybrid.weight_reads import DirectWeightUses
 
 _MOST_WAIT = 5.0
 """Seconds for which a rank that has failed waits for others to fail alike; they wait for it in a collective else."""
@@ -53,7 +51,6 @@ class PipelineEngine:
         config: How batches are cut, and in which order their parts are worked off.
         index: This rank's position in the pipeline.
         link: Messages to the others.
-        entries: Tells which tensors of a batch may be cut.
         replica: The ranks that get the same batches: those of the pipeline, and of what else splits the model.
         data: The ranks that get different ones.
         sharing: The ranks that compute each stage together, along each axis.
@@ -77,7 +74,6 @@ class PipelineEngine:
         config: PipelineConfig,
         index: int,
         link: P2PChannel,
-        entries: BatchDimensions,
         *,
         replica: Axis,
         data: Axis,
@@ -97,7 +93,6 @@ class PipelineEngine:
         self._exchanges_tokens, self._split_hook = exchanges_tokens, split_hook
         self._draws_on_host = draws_on_host
         self._config, self._index, self._link = config, index, link
-        self._entries = entries
         self._replica, self._data, self._coordinator, self._device = replica, data, coordinator, device
         self._sharing = [axis for axis in sharing if axis.size > 1]
         self._run_options = {**(run_options or {}), "failed_alone": self._has_failed_alone}
@@ -186,7 +181,7 @@ class PipelineEngine:
             if error is None and run.outputs:
                 try:
                     found = [run.outputs[index] for index in range(len(parts))]
-                    outputs = join_outputs(found, sizes, self.staged.needs.sample_dims)
+                    outputs = join_outputs(found, sizes)
                 except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                     error = caught
             self._raise_together(error, optimizer)
@@ -234,7 +229,7 @@ class PipelineEngine:
             batch = next(batches)
             taken.checksum = checksum_of(batch, self._num_batches)
             batch = move_batch(batch, self._device)
-            taken.parts, taken.sizes = cut_batch(batch, self._config, self._split_hook, self._entries.check)
+            taken.parts, taken.sizes = cut_batch(batch, self._config, self._split_hook)
         except Exception as caught:  # noqa: BLE001 - carried to every rank
             taken.error, taken.has_failed = caught, True
         return taken

@@ -19,11 +19,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from booster_hybrid.tensor_parallel.linear import is_linear, is_transposed
-from booster_hybrid.tensor_parallel.tables import SplitTable
+from booster_hybrid.mesh import AloneRank
+from booster_hybrid.tensor_parallel.linear import RowForward, is_linear
+from booster_hybrid.weight_reads import SplitTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import Tensor
 
@@ -102,19 +103,20 @@ class Waiting:
         indices: Which of them wait.
 
     Attributes:
+        parameters: As above.
         indices: As above.
     """
 
     def __init__(
         self, pending: PendingGradients, parameters: Sequence[Tensor | None], indices: Collection[int]
     ) -> None:
-        self._pending, self._parameters, self.indices = pending, parameters, indices
+        self._pending, self.parameters, self.indices = pending, parameters, indices
 
     def hidden(self) -> list[Tensor | None]:
         """Return the parameters for autograd, which is not to see those that wait."""
         return [
             each.detach() if each is not None and index in self.indices else each
-            for index, each in enumerate(self._parameters)
+            for index, each in enumerate(self.parameters)
         ]
 
     def defer(self, index: int, product: Callable[[], Tensor]) -> bool:
@@ -124,7 +126,7 @@ class Waiting:
             index: The parameter's place among all.
             product: Computes its gradient, in its shape and dtype.
         """
-        parameter: Any = self._parameters[index]
+        parameter: Any = self.parameters[index]
         if index in self.indices:
             self._pending.defer(parameter, product)
         return index in self.indices
@@ -159,7 +161,9 @@ class SplitBackward:
             if isinstance(forward, SplitsItself):
                 forward.weight_gradients = self
             elif forward is None and is_linear(module):
-                module.forward = _SplitForward(module, self)
+                alone = RowForward(module, AloneRank(None, 0, 1))
+                alone.weight_gradients = self
+                module.forward = alone
 
     def begin(self, stage: int) -> PendingGradients:
         """Return an empty store for a microbatch in a stage."""
@@ -173,20 +177,6 @@ class SplitBackward:
             yield
         finally:
             self._pending = before
-
-    def pending_for(self, *parameters: Tensor | None) -> PendingGradients | None:
-        """Return where a layer may leave the gradients of its parameters; ``None`` has it compute them at once."""
-        pending = self.pending
-        if pending is None:
-            return None
-        trained: list[nn.Parameter] = []
-        for each in parameters:
-            if each is not None and each.requires_grad:
-                if type(each) is not nn.Parameter or not pending.may_wait(each):
-                    return None
-                trained.append(each)
-        self._accept(trained, pending)
-        return pending if trained else None
 
     def waiting(self, source: Tensor, parameters: Sequence[Tensor | None]) -> Waiting | None:
         """Return which gradients an autograd function of several products may leave for later; ``None`` for no one.
@@ -203,18 +193,15 @@ class SplitBackward:
             for index, each in enumerate(parameters)
             if isinstance(each, nn.Parameter) and type(each) in _OWN and each.requires_grad and pending.may_wait(each)
         }
-        self._accept(accepted.values(), pending)
+        for each in accepted.values():
+            self._watch(each)
+            pending.accepted.add(each)
         return Waiting(pending, parameters, accepted.keys()) if accepted else None
 
     @property
     def pending(self) -> PendingGradients | None:
         """Where gradients may be left now; ``None`` has them computed at once."""
         return self._pending if torch.is_grad_enabled() else None
-
-    def _accept(self, parameters: Iterable[nn.Parameter], pending: PendingGradients) -> None:
-        for parameter in parameters:
-            self._watch(parameter)
-            pending.accepted.add(parameter)
 
     def _watch(self, parameter: nn.Parameter) -> None:
         """Find out when something else than a linear layer contributes to a parameter's gradient."""
@@ -242,76 +229,6 @@ class SplitBackward:
         for product in pending.take(parameter):
             total = product() if total is None else total + product()
         return (total,)
-
-
-class _SplitForward:
-    """The forward of a linear layer whose weight's gradient may wait."""
-
-    def __init__(self, module: nn.Module, split: SplitBackward) -> None:
-        self._module, self._split = module, split
-        self._original = module.forward
-        self._is_transposed = is_transposed(module)
-
-    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        # The only argument, whatever the layer calls it: its name is that in the layer's class.
-        (source,) = (*args, *kwargs.values())
-        module: Any = self._module
-        if not source.requires_grad:
-            return self._original(source)  # type: ignore[no-any-return]
-        pending = self._split.pending_for(module.weight, module.bias)
-        if pending is None:
-            return self._original(source)  # type: ignore[no-any-return]
-        outputs: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            source, pending, _Parameters(module.weight, module.bias), self._is_transposed
-        )
-        return outputs
-
-
-class _Parameters:
-    """Hides parameters from autograd, which looks for tensors among a function's arguments."""
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-        self.weight, self.bias = weight, bias
-
-
-class _Linear(torch.autograd.Function):
-    """A linear map whose backward computes its input's gradient, and leaves its parameters' for later."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        source: Tensor,
-        pending: PendingGradients,
-        parameters: _Parameters,
-        transposed: bool,  # noqa: FBT001 - autograd functions take no keywords
-    ) -> Tensor:
-        ctx.pending, ctx.parameters, ctx.transposed, ctx.dtype = pending, parameters, transposed, source.dtype
-        weight: Tensor = parameters.weight
-        bias: Tensor | None = parameters.bias
-        device_type = source.device.type
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            source, weight = source.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        ctx.save_for_backward(source, parameters.weight)
-        with torch.autocast(device_type, enabled=False):
-            return nn.functional.linear(source, weight.t() if transposed else weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        source, weight = ctx.saved_tensors
-        weight = weight.to(source.dtype)
-        parameters: _Parameters = ctx.parameters
-        rows, flat = gradient.reshape(-1, gradient.shape[-1]), source.reshape(-1, source.shape[-1])
-        left, right = (flat, rows) if ctx.transposed else (rows, flat)
-        if parameters.weight.requires_grad:
-            dtype = parameters.weight.dtype
-            ctx.pending.defer(parameters.weight, lambda: (left.t() @ right).to(dtype))
-        if parameters.bias is not None and parameters.bias.requires_grad:
-            bias_dtype = parameters.bias.dtype
-            ctx.pending.defer(parameters.bias, lambda: rows.sum(0).to(bias_dtype))
-        of_source = (rows @ (weight.t() if ctx.transposed else weight)).view(source.shape).to(ctx.dtype)
-        return of_source, None, None, None
 
 
 class _Delivery(torch.autograd.Function):

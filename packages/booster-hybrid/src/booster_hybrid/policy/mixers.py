@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from booster_hybrid.modules import ModuleNames
 from booster_hybrid.policy.base import ModuleRule, Style
-from booster_hybrid.tensor_parallel.module_names import ModuleNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

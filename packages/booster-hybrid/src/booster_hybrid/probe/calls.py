@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_hybrid.layer_plan import ModulePatches
+from booster_hybrid.modules import ModulePatches
 from booster_hybrid.torch_functions import FACTS, name_of
 from booster_runtime.data import call_with, taken_by
 

@@ -16,11 +16,10 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_hybrid.expert_parallel.apply import install_experts
-from booster_hybrid.layer_plan import ModulePatches
+from booster_hybrid.modules import ModulePatches
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
-from booster_hybrid.probe.running import Result, Runner, Setting, settings_of
+from booster_hybrid.probe.running import NoValuesError, Result, Runner, Setting, random_values, restored, settings_of
 from booster_hybrid.probe.units import place_of, structural_key
-from booster_hybrid.probe.values import NoValuesError, random_values, restored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

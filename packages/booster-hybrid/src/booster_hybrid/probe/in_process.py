@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from booster_core.errors import ConfigError
+from booster_hybrid.mesh import RankGroup
 from booster_hybrid.probe.calls import eager
-from booster_hybrid.probe.values import ModuleState
-from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.probe.running import ModuleState
 from booster_runtime import collectives
 
 if TYPE_CHECKING:

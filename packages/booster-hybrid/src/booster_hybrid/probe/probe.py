@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.layer_plan import ModulePatches
+from booster_hybrid.modules import ModulePatches
 from booster_hybrid.policy.base import Style
 from booster_hybrid.probe.calls import (
     MOST_POSITIONS,
@@ -32,7 +32,17 @@ from booster_hybrid.probe.calls import (
     with_choices,
 )
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
-from booster_hybrid.probe.running import Difference, Result, Runner, Setting, settings_of
+from booster_hybrid.probe.running import (
+    Difference,
+    NoValuesError,
+    Result,
+    Runner,
+    Setting,
+    holding,
+    random_values,
+    restored,
+    settings_of,
+)
 from booster_hybrid.probe.units import (
     ProbeTarget,
     around,
@@ -42,7 +52,6 @@ from booster_hybrid.probe.units import (
     structural_key,
     units_of,
 )
-from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored
 from booster_hybrid.tensor_parallel.linear import is_linear
 from booster_hybrid.tensor_parallel.plan import COLUMNS, ROWS, TensorParallelModel, TensorPlan
 from booster_hybrid.tensor_parallel.split import is_repeated

@@ -15,18 +15,16 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
-from booster_hybrid.layer_plan import ModulePatches
+from booster_hybrid.modules import ModulePatches, inner_model
 from booster_hybrid.probe.calls import call_of_other_length, calls_of_model, is_clear
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
-from booster_hybrid.probe.running import Result, Runner, Setting, settings_of
+from booster_hybrid.probe.running import NoValuesError, Result, Runner, Setting, random_values, restored, settings_of
 from booster_hybrid.probe.units import structural_key
-from booster_hybrid.probe.values import NoValuesError, random_values, restored
 from booster_hybrid.sequence_parallel.apply import split_sequences
 from booster_hybrid.sequence_parallel.layers import lists_of_layers
 from booster_hybrid.sequence_parallel.mixers import find_mixers
 from booster_hybrid.sequence_parallel.stack import Mixers
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
-from booster_hybrid.tensor_parallel.module_names import inner_model
 from booster_hybrid.tensor_parallel.split import cut_units
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from booster_runtime.data import named_forward
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from booster_hybrid.layer_plan import ModulePatches
+    from booster_hybrid.modules import ModulePatches
     from booster_hybrid.probe.calls import Call
     from booster_hybrid.tensor_parallel.plan import TensorPlan
 

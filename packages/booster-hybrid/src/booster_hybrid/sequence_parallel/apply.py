@@ -14,14 +14,19 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from booster_core.state import compiled_module
-from booster_hybrid.layer_plan import ModulePatches
-from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, AttentionContext, attention
+from booster_hybrid.modules import ModulePatches
+from booster_hybrid.sequence_parallel.attention import (
+    ATTENTION_NAME,
+    AttentionContext,
+    attention,
+    enter_through_sdpa,
+    replace_attention,
+    split_relative_biases,
+)
 from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_options
 from booster_hybrid.sequence_parallel.loss import LogitsOfPositions, head_of
 from booster_hybrid.sequence_parallel.mask import make_mask
 from booster_hybrid.sequence_parallel.mixers import gather_for_mixers
-from booster_hybrid.sequence_parallel.own_attention import enter_through_sdpa, replace_attention
-from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
 from booster_hybrid.sequence_parallel.stack import Mixers, Stack
 
 if TYPE_CHECKING:
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.mesh import RankGroup
     from booster_hybrid.sequence_parallel.stack import Argument
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.sequence_parallel.blocks import Block
+    from booster_hybrid.sequence_parallel.mask import Block
 
 _SIZES = range(16, 257)
 """Sizes of heads that its kernels are made for."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_hybrid.sequence_parallel.blocks import Block
+from booster_hybrid.sequence_parallel.mask import Block
 
 if TYPE_CHECKING:
     from torch import Tensor

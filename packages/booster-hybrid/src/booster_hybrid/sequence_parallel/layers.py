@@ -15,7 +15,7 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.trace import CONTAINERS, is_plain_output, shown_output
 from booster_hybrid.random_streams import Stream
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.layer_plan import ModulePatches
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.mesh import RankGroup
+    from booster_hybrid.modules import ModulePatches
 
 
 _BETWEEN_LAYERS = ("_deepstack_process",)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.rank_group import RankGroup
-    from booster_hybrid.sequence_parallel.layout import SequenceLayout
+    from booster_hybrid.mesh import RankGroup
+    from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 
 
 class ByPositions(LogitsPartition):

@@ -19,8 +19,8 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors, compiled_module
-from booster_hybrid.layer_plan import ModulePatches
-from booster_hybrid.rank_group import AloneRank, RankGroup
+from booster_hybrid.mesh import AloneRank, RankGroup
+from booster_hybrid.modules import ModuleNames, ModulePatches
 from booster_hybrid.sequence_parallel.exchange import (
     begin_gather,
     cut_replica,
@@ -36,10 +36,8 @@ from booster_hybrid.sequence_parallel.layers import (
     refuse_options,
     with_hidden,
 )
-from booster_hybrid.tensor_parallel.collectives import positions_in_graph
+from booster_hybrid.tensor_parallel.collectives import GradientAllReduce, positions_in_graph, sum_where_used
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, GatheredInput, RowForward
-from booster_hybrid.tensor_parallel.module_names import ModuleNames
-from booster_hybrid.tensor_parallel.summed_gradients import GradientAllReduce, sum_where_used
 from booster_hybrid.torch_functions import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.sequence_parallel.layout import SequenceLayout
+    from booster_hybrid.sequence_parallel.exchange import SequenceLayout
     from booster_hybrid.tensor_parallel.plan import TensorParallelModel
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.mesh import RankGroup
 
 OTHER_STATES = ("encoder_hidden_states", "key_value_states")
 """What layers and attention call the hidden states of another sequence, by transformers' conventions."""

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.rank_group import RankGroup
-from booster_hybrid.sequence_parallel.exchange import exchange
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.mesh import RankGroup
+from booster_hybrid.sequence_parallel.exchange import SequenceLayout, exchange
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.layer_plan import ModulePatches
+from booster_hybrid.modules import ModulePatches
+from booster_hybrid.tensor_parallel.collectives import OutputSum, sum_where_used
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
-from booster_hybrid.tensor_parallel.summed_gradients import OutputSum, sum_where_used
 from booster_hybrid.tensor_parallel.vocabulary import VocabularyForward, looked_up
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.rank_group import RankGroup
-    from booster_hybrid.tensor_parallel.module_names import ModuleNames
+    from booster_hybrid.mesh import RankGroup
+    from booster_hybrid.modules import ModuleNames
     from booster_hybrid.tensor_parallel.split import Split
 
 

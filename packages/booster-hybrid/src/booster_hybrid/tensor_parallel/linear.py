@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_hybrid.rank_group import AloneRank
+from booster_hybrid.mesh import AloneRank
 from booster_hybrid.tensor_parallel.collectives import (
     enter,
     gather_last,
@@ -24,17 +24,17 @@ from booster_hybrid.tensor_parallel.collectives import (
     not_a_view,
     refuse_second_derivative,
     scatter_last,
+    used,
 )
-from booster_hybrid.tensor_parallel.summed_gradients import used
-from booster_hybrid.torch_functions import outside_of_graphs
+from booster_hybrid.torch_functions import outside_of_graphs, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
+    from booster_hybrid.mesh import RankGroup
     from booster_hybrid.pipeline.weight_gradients import SplitBackward, Waiting
-    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
     from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary
 
@@ -73,7 +73,7 @@ def _of_weight(row: Any, flat: Any, dtype: torch.dtype, *, is_transposed: bool) 
 
 
 def _of_bias(row: Any, dtype: torch.dtype | None) -> Callable[[], Tensor]:
-    return lambda: row.sum(0, dtype=dtype)
+    return lambda: row.sum(0).to(dtype)
 
 
 def _waits(waiting: Waiting | None, index: int) -> bool:
@@ -248,13 +248,13 @@ class GatheredInput:
 
     def __init__(self, whole: Tensor, part: Tensor, gather: Callable[[Tensor], Callable[[], Tensor]]) -> None:
         self._whole, self._part = weakref.ref(whole), weakref.ref(part)
-        self._versions = _version(whole), _version(part)
+        self._versions = version_of(whole), version_of(part)
         self.again = gather
 
     def is_of(self, source: Tensor) -> bool:
         """Whether a tensor is the input, of which nothing was written to."""
         part = self._part()
-        return self._whole() is source and part is not None and self._versions == (_version(source), _version(part))
+        return self._whole() is source and part is not None and self._versions == (version_of(source), version_of(part))
 
     def part(self) -> Tensor:
         """Return this rank's part."""
@@ -371,7 +371,7 @@ class ColumnSiblings:
         if not torch.is_grad_enabled():  # nothing is shared without backward
             weight, bias = _parameters(module)
             return nn.functional.linear(source, weight.t() if self.is_transposed else weight, bias)
-        state = _version(source), _autocast_dtype(source.device.type), None if split is None else split.pending
+        state = version_of(source), _autocast_dtype(source.device.type), None if split is None else split.pending
         known = self._known(source, state)
         if known is not None and known.entry is not None and known.entry.has(module):
             entered, entry = known.entered, known.entry
@@ -415,11 +415,6 @@ def _parameters(module: Any) -> tuple[Tensor, Tensor | None]:
     return module.weight if weight is None else weight, module.bias if bias is None else bias
 
 
-def _version(tensor: Tensor | None) -> int:
-    """Return a number that grows when a tensor is written to; those made in inference mode count nothing."""
-    return -1 if tensor is None or tensor.is_inference() else tensor._version  # noqa: SLF001 - no other way
-
-
 class ColumnForward:
     """The forward of a column-parallel layer.
 
@@ -445,7 +440,9 @@ class ColumnForward:
         self._module, self._group = module, group
         self.siblings, self.gathers = siblings, gathers
 
-    def __call__(self, source: Tensor) -> Tensor:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        # The only argument, whatever the layer calls it: its name is that in the layer's class.
+        (source,) = (*args, *kwargs.values())
         if torch.compiler.is_compiling() and self.weight_gradients is None:
             weight, bias = self.siblings.parameters(self._module)
             factor = weight.t() if self.siblings.is_transposed else weight
@@ -473,17 +470,19 @@ class _Row(torch.autograd.Function):
         waiting: Waiting | None,
     ) -> Tensor:
         needs_source, needs_weight, *_ = ctx.needs_input_grad
-        ctx.is_transposed, ctx.shape, ctx.waiting = transposed, source.shape, waiting
+        ctx.is_transposed, ctx.shape, ctx.waiting, ctx.is_split = transposed, source.shape, waiting, group.size > 1
         ctx.dtypes = source.dtype, weight.dtype, None if bias is None else bias.dtype
         device_type = source.device.type
         dtype = _autocast_dtype(device_type)
-        if dtype is not None:
-            source, weight = source.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        ctx.save_for_backward(source if needs_weight or _waits(waiting, 0) else None, weight if needs_source else None)
+        source = source if dtype is None else source.to(dtype)
+        # The weight is saved as it is: one in autocast's format would be another for each microbatch, and a backward
+        # that is differentiated has to find the parameter.
+        kept = weight if waiting is None else waiting.parameters[0]
+        ctx.save_for_backward(source if needs_weight or _waits(waiting, 0) else None, kept if needs_source else None)
         with torch.autocast(device_type, enabled=False):
+            factor, bias = weight.to(source.dtype), None if bias is None else bias.to(source.dtype)
             outputs = nn.functional.linear(
-                source, weight.t() if transposed else weight, bias if group.rank == 0 else None
+                source, factor.t() if transposed else factor, bias if group.rank == 0 else None
             ).contiguous()
         if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - no public name
             # Selective checkpointing may keep the product, and would sum it once more in backward.
@@ -493,12 +492,14 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        refuse_second_derivative()
+        if ctx.is_split:
+            refuse_second_derivative()
         source, weight = ctx.saved_tensors
         row = gradient.reshape(-1, gradient.shape[-1])
         of_dtype, weight_dtype, bias_dtype = ctx.dtypes
         of_source = None
         if weight is not None:
+            weight = weight.to(row.dtype)
             of_source = (row @ (weight.t() if ctx.is_transposed else weight)).view(ctx.shape).to(of_dtype)
         flat = None if source is None else source.reshape(-1, source.shape[-1])
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -527,7 +528,9 @@ class RowForward:
         self._module, self._group, self.splits = module, group, splits
         self._is_transposed = is_transposed(module)
 
-    def __call__(self, source: Tensor) -> Tensor:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        # The only argument, whatever the layer calls it: its name is that in the layer's class.
+        (source,) = (*args, *kwargs.values())
         if self.splits is not None:
             source = scatter_last(source, self.splits, self._group)
         if not torch.compiler.is_compiling() or self.weight_gradients is not None:

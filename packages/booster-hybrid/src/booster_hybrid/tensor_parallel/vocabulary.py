@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.mesh import RankGroup
 
 
 def within_bounds(indices: Tensor, num_rows: int, what: str) -> Tensor:

@@ -1,7 +1,8 @@
-"""What a policy calls the modules of a model that may have adapters: the names that they have without them.
+"""A user's modules: what is replaced in them for a part of the work, and the names that rules know them by.
 
-peft puts its own layers around those that it adapts, and copies next to those that are trained whole
-(``modules_to_save``). A rule means the layer inside, and each of its copies.
+`ModulePatches` undoes what it has replaced. Names are those that modules have without adapters: peft puts its own
+layers around those that it adapts, and copies next to those that are trained whole (``modules_to_save``). A rule means
+the layer inside, and each of its copies.
 """
 
 from __future__ import annotations
@@ -13,7 +14,53 @@ from typing import TYPE_CHECKING, Any
 from booster_core.state import compiled_module, named_modules, without_adapters
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, MutableMapping
+
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+
+_ABSENT = object()
+
+
+class ModulePatches:
+    """Forwards, attributes and hooks that were replaced in a model; `undo` puts all of them back.
+
+    What modules keep in other objects, such as state behind closures, is not known here.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        """Replace a module's forward."""
+        self.entry(vars(module), "forward", function)
+
+    def attribute(self, owner: object, name: str, value: object) -> None:
+        """Replace a plain attribute of an object."""
+        self.entry(vars(owner), name, value)
+
+    def entry(self, mapping: MutableMapping[Any, Any], key: object, value: object) -> None:
+        """Replace an entry of a dictionary, which keeps its order."""
+        before = mapping.get(key, _ABSENT)
+
+        def put_back() -> None:
+            if before is _ABSENT:
+                mapping.pop(key, None)
+            else:
+                mapping[key] = before
+
+        self._undo.append(put_back)
+        mapping[key] = value
+
+    def hook(self, handle: RemovableHandle) -> None:
+        """Note a hook that was registered."""
+        self._undo.append(handle.remove)
+
+    def undo(self) -> None:
+        """Put back what was there before, the last change first."""
+        while self._undo:
+            self._undo.pop()()
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -58,7 +105,7 @@ class ModuleNames:
             if isinstance(module, copies):
                 for adapter in module.modules_to_save:
                     self._stands_for[f"{name}.modules_to_save.{adapter}"] = name
-            is_adapters = not adapters.isdisjoint(_prefixes(name))
+            is_adapters = not adapters.isdisjoint(prefixes(name))
             if not is_adapters:
                 self.modules[name] = module
                 self.outermost.setdefault(name, module)
@@ -70,7 +117,7 @@ class ModuleNames:
 
     def in_rules(self, name: str) -> str:
         """Return what rules call a module or parameter: a copy is called as what it stands for."""
-        for prefix in _prefixes(name):
+        for prefix in reversed([*prefixes(name)]):
             if prefix in self._stands_for:
                 return self.in_rules(self._stands_for[prefix] + name[len(prefix) :])
         return name
@@ -80,10 +127,11 @@ class ModuleNames:
         return self.modules[self._stands_for.get(name, name).rpartition(".")[0]]
 
 
-def _prefixes(name: str) -> list[str]:
-    """Return the names of a module and all those above it, but for the root."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+def prefixes(name: str) -> Iterator[str]:
+    """Yield a module's name and those of the modules around it, the outermost last."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def peft_classes() -> tuple[Any, Any]:

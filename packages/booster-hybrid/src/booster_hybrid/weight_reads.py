@@ -1,10 +1,13 @@
-"""`SplitTable`: a parameter of which each rank has some words; only the layer that has it may look up or multiply.
+"""Reads of parameters of which each rank has a part, elsewhere than where they are split: they raise.
 
-Copies and views that are made of it elsewhere are `SplitCopy`s, which are as restricted.
+A penalty on such parameters, or logits made of a table, would be those of a part, without a sign. `DirectWeightUses`
+finds them in the graph of a loss. A `SplitTable` raises at once: only the layer that has it may look words up or
+multiply by it. Copies and views that are made of it elsewhere are `SplitCopy`s, which are as restricted.
 """
 
 from __future__ import annotations
 
+import bisect
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +16,16 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from booster_core.errors import ConfigError
+from booster_core.state import NamedTensors
 from booster_hybrid.torch_functions import name_of
+from booster_runtime.memory import is_absent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from booster_hybrid.state import LocalModel
 
 _READS = frozenset(
     {
@@ -109,6 +118,101 @@ def _looks_up(name: str, args: tuple[Any, ...]) -> bool:
         return False
     first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
     return first is not Ellipsis and first is not None and first != slice(None)
+
+
+class DirectWeightUses:
+    """Finds what a loss reads of parameters of which each rank has a part, elsewhere than where they are split.
+
+    That is what was computed outside of the model's forward, but by a layer. Products with tables, and lookups in them,
+    raise by themselves (`SplitTable`), in forward as well.
+
+    Args:
+        model: The user's model, split.
+        parts: Names of such parameters, by ``id``.
+    """
+
+    def __init__(self, model: nn.Module, parts: Mapping[int, str]) -> None:
+        self._parts = parts
+        self._tables = watch_tables(model, parts)
+        self._spans: list[tuple[int, int]] = []
+        self._start = 0
+
+    def begin(self) -> None:
+        """Begin a forward of the model."""
+        self._start = _next_number()
+
+    def end(self) -> None:
+        """End it."""
+        self._spans.append((self._start, _next_number()))
+        del self._spans[:-_MOST_SPANS]
+
+    def check(self, loss: Tensor) -> None:
+        """Raise if something in the graph of a loss reads such a parameter where it is not split.
+
+        Raises:
+            ConfigError: If so, on all ranks.
+        """
+        if loss.grad_fn is None or not self._spans:
+            return
+        for node, key in self._readers(loss.grad_fn):
+            is_lookup = key in self._tables and node.name().startswith("EmbeddingBackward")
+            if not (is_lookup or _is_ours(node) or self._is_inside(node)):
+                raise outside_of_layer(self._parts[key], node.name())
+
+    def _readers(self, root: Any) -> Iterator[tuple[Any, int]]:
+        """Yield the nodes outside of the model's forward that read such parameters, with a parameter's ``id``."""
+        waiting, seen = [root], {root}
+        while waiting:
+            node = waiting.pop()
+            for following, _ in node.next_functions:
+                key = id(getattr(following, "variable", None))
+                if key in self._parts:
+                    yield node, key
+                elif following is not None and following not in seen and not self._is_inside(following):
+                    seen.add(following)
+                    waiting.append(following)
+
+    def _is_inside(self, node: Any) -> bool:
+        """Return whether a node was made in a forward of the model."""
+        number = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
+        place = bisect.bisect_left(self._spans, (number, 0)) - 1
+        return place >= 0 and number < self._spans[place][1]
+
+
+_MOST_SPANS = 4096
+"""Forwards that a loss may come of."""
+
+
+def _is_ours(node: Any) -> bool:
+    """Return whether a node is of a function that takes a part for a part: Booster's, or what it has compiled."""
+    if node.name().startswith("CompiledFunction"):
+        return True
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and function.__module__.startswith("booster_")
+
+
+def _next_number() -> int:
+    """Return the number that autograd gives to the next node of this thread."""
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).view(()).grad_fn
+    number: int = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
+    return number
+
+
+def parts_of(model: nn.Module, local: LocalModel) -> dict[int, str]:
+    """Return the names of the parameters of which this rank has a part, by ``id``.
+
+    Args:
+        model: The user's model, split.
+        local: What is here of it.
+    """
+    names = NamedTensors.of(model).name_of
+    shapes = local.whole_shapes(model)
+    return {
+        id(each): names[id(each)]
+        for each in model.parameters()
+        if not is_absent(each) and tuple(each.shape) != shapes[names[id(each)]]
+    }
 
 
 def watch_tables(model: nn.Module, parts: Mapping[int, str]) -> set[int]:
