@@ -356,7 +356,9 @@ def test_kernels_for_a_whole_part_are_not_used_for_some_heads(kind: str) -> None
     expected = own_loss(whole(**batch_of(0, 0)), None)
     assert asked
     ignore_compiler_warnings()
-    model.compile(backend="aot_eager")
+    for module in model.modules():
+        if type(module).__name__ == kind:
+            module.compile(backend="eager")
     found = own_loss(model(**batch_of(0, 0)), None)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
     assert all(each.training for each in model.modules())

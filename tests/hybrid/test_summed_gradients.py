@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from compiler_warnings import ignore_compiler_warnings
 from matrix import matrix
 
 from booster_core import Booster
@@ -37,10 +38,13 @@ def loss_of(model, penalty):
     return loss + penalty * sum(each.square().sum() for each in inner)
 
 
-def train(name, options, penalty, is_frozen):
+def train(name, options, penalty, is_frozen, backend=None):
     whole, model = make(name), make(name)
     loss_of(whole, penalty).backward()
     model.requires_grad_(not is_frozen)
+    if backend is not None:
+        ignore_compiler_warnings()
+        model.model.layers[0].self_attn.k_proj.compile(backend=backend)
     booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, **options))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for each in model.parameters():
@@ -61,3 +65,7 @@ def test_what_was_frozen_at_boost_may_be_trained_later(name, mode):
 @matrix(1, name=["shared keys", "norms of heads"], mode=MODES)
 def test_a_penalty_on_weights_counts_once(name, mode):
     run_on_ranks(train, 2, name, MODES[mode], 0.3, False)
+
+
+def test_a_compiled_layer_adds_up_what_each_rank_has_of_shared_keys():
+    run_on_ranks(train, 2, "shared keys", {}, 0.0, False, "aot_eager", timeout_seconds=300)

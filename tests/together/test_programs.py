@@ -85,7 +85,7 @@ def judged(setting, number):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_programs_are_as_in_one_process_or_refused_alike(setting):
-    judged(setting, 25)
+    judged(setting, 10)
 
 
 @pytest.mark.parametrize("setting", WORKS)
