@@ -54,9 +54,3 @@ def test_buffers_of_about_the_same_size_take_each_others_place():
     del buffer
     again = pool.take(250, torch.bfloat16, torch.device("cpu"))
     assert (again.data_ptr(), again.shape, again.dtype) == (address, (250,), torch.bfloat16)
-
-
-def test_memory_taken_in_inference_mode_serves_training():
-    with torch.inference_mode():
-        buffer = BufferPool(64, 1024).take(4, torch.float32, torch.device("cpu"))
-    assert not buffer.is_inference()

@@ -84,39 +84,33 @@ class _Level:
 
     def __init__(self, hooks: SavedTensorHooks, others: Any) -> None:
         self.hooks = hooks
+        self._take = hooks.take
         self._others = others
 
     def pack(self, tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - as torch's own modes do
-            taken = self.hooks.take(tensor)
+            taken = self._take(tensor)
             if taken is not None:
-                return _Taken(taken)
+                return None, taken
             if self._others is not None:
                 return _Kept(self._others[0](tensor), self._others[1])
             # Detached: an output would keep its own graph alive, and that the output. It has the same version.
             return tensor.detach(), tensor._version  # noqa: SLF001 - autograd's own check, which hooks switch off
 
     def unpack(self, saved: Any) -> Tensor:
-        if type(saved) is _Taken:
-            return self.hooks.give(saved.taken)
         if type(saved) is _Kept:
             return saved.unpack(saved.packed)
-        tensor: Tensor
-        tensor, version = saved
-        if tensor._version != version:  # noqa: SLF001
+        tensor: Tensor | None
+        tensor, kept = saved
+        if tensor is None:
+            return self.hooks.give(kept)
+        if tensor._version != kept:  # noqa: SLF001
             msg = (
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected version {version}."  # noqa: SLF001
+                f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected version {kept}."  # noqa: SLF001
             )
             raise RuntimeError(msg)
         return tensor
-
-
-@dataclass(slots=True)
-class _Taken:
-    """What is saved in the place of a tensor."""
-
-    taken: Any
 
 
 @dataclass(slots=True)

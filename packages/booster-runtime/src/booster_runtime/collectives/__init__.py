@@ -39,6 +39,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "in_place_terms",
+    "is_by_torch",
     "made_by",
     "new_groups",
     "reduce_scatter",
@@ -156,6 +157,18 @@ def same_on_all(number: int, group: ProcessGroup | None) -> bool:
     all_reduce(told, dist.ReduceOp.MAX, group).wait()
     largest, complement = told.tolist()
     return bool(largest == ~complement)
+
+
+def is_by_torch(tensor: Tensor, group: ProcessGroup | None) -> bool:
+    """Return whether torch's own collectives move a tensor, as on devices.
+
+    Args:
+        tensor: The tensor.
+        group: Among these ranks; ``None`` for all.
+
+    Collective: none.
+    """
+    return transport_of(group).is_by_torch(tensor)
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup | None = None) -> Pending:

@@ -30,6 +30,20 @@ class Waits:
         """Note which thread is the main one: asking for it in each wait takes longer than most of them."""
         self._main = threading.main_thread().ident
 
+    def wait_for(self, works: Sequence[Any]) -> None:
+        """Wait for works, one after the other: one call where entering and leaving would be four."""
+        if threading.get_ident() != self._main:
+            for work in works:
+                work.wait()
+            return
+        self.number += 1
+        self._depth += 1
+        try:
+            for work in works:
+                work.wait()
+        finally:
+            self._depth -= 1
+
     @property
     def is_in_one(self) -> bool:
         """Whether the main thread waits now."""
@@ -86,9 +100,7 @@ class Pending:
         """
         works, self._works = self._works, []
         if works:
-            with WAITS:
-                for work in works:
-                    work.wait()
+            WAITS.wait_for(works)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()

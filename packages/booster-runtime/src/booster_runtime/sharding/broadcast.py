@@ -82,32 +82,36 @@ class BufferWatch:
         self._model = model
         self._seen: dict[str, tuple[Tensor, int]] = {}
         self._named: dict[str, nn.Module] = {}
-        self._children: list[nn.Module | None] | None = None
+        self._inside: list[nn.Module | None] | None = None
         self.forget()
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers by name, the same names on every rank."""
         found: dict[int, tuple[str, Tensor]] = {}  # each once, under its first name
-        for prefix, module in self._modules():
-            for name, buffer in module._buffers.items():  # noqa: SLF001 - the public generators take most of the time
+        for prefix, module in self._modules().items():
+            # The public generators take most of the time, and most modules have none.
+            for name, buffer in module._buffers.items() if module._buffers else ():  # noqa: SLF001
                 if buffer is not None:
                     found.setdefault(id(buffer), (f"{prefix}.{name}" if prefix else name, buffer))
         return dict(found.values())
 
-    def _modules(self) -> Iterable[tuple[str, nn.Module]]:
+    def _modules(self) -> dict[str, nn.Module]:
         """Return the model's modules by name, which are searched for again where one has other children than before."""
-        children = [child for module in self._named.values() for child in module._modules.values()]  # noqa: SLF001
-        if children != self._children:
+        if self._children() != self._inside:
             self._named = dict(self._model.named_modules())
-            self._children = [child for module in self._named.values() for child in module._modules.values()]  # noqa: SLF001
-        return self._named.items()
+            self._inside = self._children()
+        return self._named
+
+    def _children(self) -> list[nn.Module | None]:
+        parents = [module._modules for module in self._named.values()]  # noqa: SLF001 - as above
+        return [child for children in parents if children for child in children.values()]
 
     def changed(self) -> list[bool]:
         """Return for each buffer whether it has changed since `forget`."""
         statistics = {
             id(buffer)
-            for _, module in self._modules()
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training  # noqa: SLF001 - their common base
+            for module in self._modules().values()
+            if module._buffers and isinstance(module, nn.modules.batchnorm._NormBase) and module.training  # noqa: SLF001 - their common base
             for buffer in module.buffers(recurse=False)
         }
         return [

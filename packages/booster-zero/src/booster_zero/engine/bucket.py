@@ -90,7 +90,9 @@ class Bucket:
     Attributes:
         keep: How long this rank has the whole values.
         whole: Those values; ``None`` where they are not here.
+        address: Where these are in memory; 0 where they are not here.
         state: What is here of them.
+        arriving: What brings the whole values, where nobody has waited for them yet.
         has_gradient: Whether there is a gradient of any of the parameters; its memory is kept where there is none.
         pins: How many users there are that need the whole values to stay.
         has_masters: Whether the optimizer updates a copy in another format.
@@ -129,10 +131,9 @@ class Bucket:
         self.has_masters = format.working != format.master
         self._pool = pool
         self._user = _nobody if user is None else weakref.ref(user)
-        self._arriving: Pending | None = None  # the whole values
+        self.arriving: Pending | None = None
         self._shown: list[Tensor] | None = None  # what parameters are shown, as long as the whole values stay
         self._sums: Tensor | None = None  # of the slice as the optimizer's values were rounded to it
-        self._offsets: list[int | None] | None = None  # of the parameters that take memory, in bytes
         self._used: Mapping[int, bool] = {}
         self._number = next(_numbers)
         self._uses: dict[Role, int] = {}  # of the buffers that the memory may move
@@ -143,8 +144,10 @@ class Bucket:
 
         low, high = plan.bounds[ranks.shard_rank : ranks.shard_rank + 2]
         self.whole: Tensor | None = None
+        self.address = 0
         if pool is None:
             self.whole = torch.zeros(plan.numel, dtype=format.working, device=format.device)
+            self.address = self.whole.data_ptr()
             own = self.whole[low:high]
         else:
             own = memory.zeros(high - low, format.working, format.device, format.device)
@@ -157,6 +160,7 @@ class Bucket:
         self.has_copy = format.has_copy
         self.pieces = list(cut_pieces(plan, self.parameters, ranks.shard_rank, self.values))
         self.piece_of = {piece.index: piece for piece in self.pieces}
+        self._stepped = [piece.values for piece in self.pieces]
         self._follow_values()
         self._take_values(valued)
 
@@ -167,8 +171,7 @@ class Bucket:
             part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
             piece.values.data.copy_(part.view(piece.values.shape))
         if self.whole is not None:
-            for (begin, end, shape), parameter in zip(self._places, self.parameters, strict=True):
-                place = self.whole[begin:end].view(shape)
+            for place, parameter in zip(map(self.whole.as_strided, *self._places), self.parameters, strict=True):
                 place.copy_(parameter.data)
                 parameter.data = place
             self._note_sums(_FEW_NUMEL)  # at `boost`, memory counts for more than time
@@ -355,15 +358,14 @@ class Bucket:
         Raises:
             ConfigError: If one has left the bucket: updates would not reach it any more.
         """
-        assert self.whole is not None, "asked of what is always whole"
-        start, itemsize = self.whole.data_ptr(), self.whole.element_size()
-        if self._offsets is None:
-            self._offsets = [slot.offset * itemsize if slot.numel else None for slot in self.plan.slots]
-        for position, (offset, parameter) in enumerate(zip(self._offsets, self.parameters, strict=True)):
+        found, expected = self.addresses(), self.expected_addresses()
+        if found == expected:
+            return
+        for slot, parameter, address, own in zip(self.plan.slots, self.parameters, found, expected, strict=True):
             # Layers that quantize give frozen weights other memory in each forward.
-            if offset is not None and parameter.data_ptr() != start + offset and parameter.requires_grad:
-                name = names[self.plan.slots[position].index]
-                raise _left(name, "Copy values into it in place, for example with `parameter.copy_(values)`.")
+            if own and address != own and parameter.requires_grad:
+                remedy = "Copy values into it in place, for example with `parameter.copy_(values)`."
+                raise _left(names[slot.index], remedy)
 
     def is_written(self) -> Tensor | None:
         """Return a flag, where forward runs, of working values that somebody has written since the optimizer's were.
@@ -397,16 +399,23 @@ class Bucket:
         assert self._pool is not None, "what is always whole is not gathered"
         refuse_capture("gather of parameters")
         self._become(WholeState.ARRIVING)
-        bounds, rank = self.plan.bounds, self.ranks.shard_rank
-        self._use(Role.PARAM)
+        bounds, rank, moves = self.plan.bounds, self.ranks.shard_rank, self.memory.moves
+        if moves:
+            self._start_use(Role.PARAM).wait()
+        else:
+            self._own.arrive()
         if self.ranks.shard_size == 1:
-            self.whole = self.own
+            self.whole = whole = self._own.tensor
+            self.address = whole.data_ptr()
             return
-        self.memory.reserve(self.whole_bytes)
-        self.whole = self._pool.take(self.plan.numel, self.format.working, self.format.device)
-        self.whole[bounds[rank] : bounds[rank + 1]].copy_(self.own)
-        self._end_use(Role.PARAM, changed=False)
-        self._arriving = collectives.all_gather(self.whole, bounds, self.ranks.gathering)
+        if moves:
+            self.memory.reserve(self.whole_bytes)
+        self.whole = whole = self._pool.take(bounds[-1], self.format.working, self.format.device)
+        self.address = whole.data_ptr()
+        whole[bounds[rank] : bounds[rank + 1]].copy_(self._own.tensor)
+        if moves:
+            self._end_use(Role.PARAM, changed=False)
+        self.arriving = collectives.all_gather(whole, bounds, self.ranks.gathering)
 
     def finish_gather(self) -> None:
         """Wait for the whole values, and let the parameters be views of them.
@@ -415,24 +424,22 @@ class Bucket:
         """
         whole = self.arrived()
         if self._shown is None:
-            self._shown = [whole[begin:end].view(shape) for begin, end, shape in self._places]
+            self._shown = [*map(whole.as_strided, *self._places)]  # one call where a loop would make many
         self._absent.show(self._shown)
         self._become(WholeState.GATHERED)
-        self._tell_shown()
+        if (user := self._user()) is not None:
+            user.on_show(self)
 
     def arrived(self) -> Tensor:
         """Wait for the whole values, and return them, shape ``(length of the bucket,)``.
 
         Collective: none; the gather was entered when it was started.
         """
-        self._wait()
+        arriving, self.arriving = self.arriving, None
+        if arriving is not None:
+            arriving.wait()
         assert self.whole is not None, "a gather that has been started has a buffer"
         return self.whole
-
-    def _wait(self) -> None:
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = None
 
     @functools.cached_property
     def _absent(self) -> AbsentTensors:
@@ -459,7 +466,7 @@ class Bucket:
 
     def await_gather(self, pending: Pending) -> None:
         """Let the parameters be absent until `finish_gather`: values that are always here are on their way."""
-        self._arriving = pending
+        self.arriving = pending
         self._become(WholeState.ARRIVING)
         self._absent.hide()
 
@@ -476,18 +483,22 @@ class Bucket:
         if self.state is WholeState.SHARDED:
             return
         assert self._pool is not None, "what is always whole is not released"
-        if self.is_gathered:
+        if self.state is WholeState.GATHERED:
             self.hide()
-        self._wait()
+        if self.arriving is not None:
+            self.arriving.wait()
+            self.arriving = None
         self._become(WholeState.SHARDED)
         whole, self.whole, self._shown = self.whole, None, None
+        self.address = 0
         if whole is None:  # its gather failed
             return
         if self.ranks.shard_size == 1:
             self._end_use(Role.PARAM, changed=False)
-        else:
+            return
+        if self.memory.moves:
             self.memory.free(self.whole_bytes)
-            self._pool.give(whole)
+        self._pool.give(whole)
 
     @functools.cached_property
     def position_of(self) -> dict[int, int]:
@@ -495,20 +506,31 @@ class Bucket:
         return {slot.index: position for position, slot in enumerate(self.plan.slots)}
 
     @functools.cached_property
-    def offsets(self) -> list[int]:
-        """Where the parameters begin in the whole values, in elements."""
-        return [slot.offset for slot in self.plan.slots]
+    def _offsets(self) -> list[tuple[int, int]]:
+        """Where the parameters begin in the whole values, in bytes, and how many elements they have."""
+        return [(offset, slot.numel) for offset, slot in zip(self.byte_offsets, self.plan.slots, strict=True)]
 
     @functools.cached_property
-    def _places(self) -> list[tuple[int, int, torch.Size]]:
-        """Where the parameters begin and end in the whole values, and their shapes."""
-        slots = zip(self.plan.slots, self.parameters, strict=True)
-        return [(slot.offset, slot.offset + slot.numel, parameter.shape) for slot, parameter in slots]
+    def byte_offsets(self) -> list[int]:
+        """Where the parameters begin in the whole values, in bytes."""
+        itemsize = self.format.working.itemsize
+        return [slot.offset * itemsize for slot in self.plan.slots]
 
-    def _tell_shown(self) -> None:
-        user = self._user()
-        if user is not None:
-            user.on_show(self)
+    @functools.cached_property
+    def _places(self) -> tuple[list[torch.Size], list[tuple[int, ...]], list[int]]:
+        """The parameters' shapes, their strides, as they are contiguous, and where they begin in the whole values."""
+        like = [torch.empty(parameter.shape, device="meta") for parameter in self.parameters]
+        shapes, strides = [each.shape for each in like], [each.stride() for each in like]
+        return shapes, strides, [slot.offset for slot in self.plan.slots]
+
+    def addresses(self) -> list[int]:
+        """Return where the parameters' values are now."""
+        return [*map(torch.Tensor.data_ptr, self.parameters)]  # one call where a loop would make many
+
+    def expected_addresses(self) -> list[int]:
+        """Return where those are that are views of the whole values; 0 for parameters that take no memory."""
+        address = self.address
+        return [address + offset if numel else 0 for offset, numel in self._offsets]
 
     def write_back(self) -> None:
         """Take this rank's slice from the parameters, some of which somebody has changed, or given other memory.
@@ -517,11 +539,11 @@ class Bucket:
             ConfigError: If one has another shape now.
         """
         assert self.whole is not None, "only what is gathered can have been changed"
-        for (begin, end, shape), parameter in zip(self._places, self.parameters, strict=True):
-            place = self.whole[begin:end].view(shape)
+        for place, parameter in zip(map(self.whole.as_strided, *self._places), self.parameters, strict=True):
             if parameter.data_ptr() != place.data_ptr():
-                if parameter.shape != shape:
-                    msg = f"A parameter of shape {tuple(shape)} was given values of shape {tuple(parameter.shape)}."
+                if parameter.shape != place.shape:
+                    found = tuple(parameter.shape)
+                    msg = f"A parameter of shape {tuple(place.shape)} was given values of shape {found}."
                     raise ConfigError(msg)
                 place.copy_(parameter.data)
                 parameter.data = place
@@ -555,8 +577,8 @@ class Bucket:
     def increment_versions(self) -> None:
         """Tell autograd that the parameters have other values: it refuses to run former graphs backward."""
         torch.autograd.graph.increment_version(self.parameters)
-        if self.is_gathered and self.keep is not Keep.ALWAYS:
-            self._tell_shown()
+        if self.is_gathered and self.keep is not Keep.ALWAYS and (user := self._user()) is not None:
+            user.on_show(self)
 
     # ---- gradient
 
@@ -842,6 +864,9 @@ class Bucket:
             ConfigError: If there are more or fewer than there should be.
         """
         itemsize = (self.format.master if self.has_copy else self.format.working).itemsize
+        expected = [start + piece.begin * itemsize for piece in self.pieces]
+        if not is_away and expected == [*map(torch.Tensor.data_ptr, self._stepped)]:
+            return
         for piece in self.pieces:
             found, numel = piece.values, piece.stop - piece.start
             if not numel or found.data_ptr() == self.values.data_ptr() + piece.begin * itemsize:

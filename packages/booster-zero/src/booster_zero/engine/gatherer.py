@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from bisect import bisect_right, insort
+from bisect import insort
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +64,8 @@ class Gatherer:
         timeline: The order of uses in phases.
         use_in_forward: Gathers for a use of a parameter, given by its number, while a forward runs; ``None`` while
             none does.
+        addresses: Where whole values are or were that have been gathered, in order.
+        bucket_at: Whose they are; a bucket that has another ``address`` by now has been released.
     """
 
     def __init__(
@@ -95,8 +97,8 @@ class Gatherer:
         self._held: dict[object, list[Bucket]] = {}
         self._changed: Mapping[str, str] = {}
         self._number_of: dict[Bucket, int] = {}
-        self._addresses: list[int] = []  # of whole values that were gathered, in order
-        self._bucket_at: dict[int, Bucket] = {}
+        self.addresses: list[int] = []
+        self.bucket_at: dict[int, Bucket] = {}
 
     def shard_all(
         self,
@@ -134,7 +136,7 @@ class Gatherer:
         self._max_prefetch, self._max_ahead_bytes = max_prefetch, max_ahead_bytes
         self._release_fraction = release_fraction
         bucket_bytes = self.layout.bucket_bytes
-        self._pool = BufferPool(least_bytes=bucket_bytes, most_idle_bytes=2 * bucket_bytes)
+        self._pool = BufferPool(least_bytes=bucket_bytes)
         valued = frozenset(index for index in every if index not in lazy)
         self.layout.make = self._maker(valued)
         formats = {index: format_of(parameter) for index, parameter in every.items()}
@@ -180,6 +182,8 @@ class Gatherer:
         self._number_of = {bucket: number for number, bucket in enumerate(self.layout.buckets)}
         # What comes last in forward is what backward needs first: it gains most from staying.
         to_release = self._release_fraction * sum(bucket.plan.numel for bucket in self.layout.buckets)
+        if self._pool is not None:  # buckets may take more than was asked: one is released while another one is
+            self._pool.most_idle_bytes = 2 * max((each.whole_bytes for each in self.layout.buckets), default=0)
         for bucket in self.layout.buckets:
             bucket.keep = Keep.IN_USE if to_release > 0 else Keep.UNTIL_STEP
             to_release -= bucket.plan.numel
@@ -236,11 +240,11 @@ class Gatherer:
 
         Collective: every rank of the shard group, in the same order.
         """
-        if bucket is self._last and bucket.is_gathered:
+        if bucket is self._last and bucket.state is WholeState.GATHERED:
             return  # most uses follow another one of the same bucket
         with _Plainly():
             self._prepare(bucket)
-            if not bucket.is_gathered:
+            if bucket.state is not WholeState.GATHERED:
                 bucket.finish_gather()
             self._look_ahead()
 
@@ -249,21 +253,13 @@ class Gatherer:
 
         Collective: every rank of the shard group, in the same order.
         """
+        if bucket is self._last and bucket.arriving is None and bucket.whole is not None:
+            return bucket.whole
         if bucket is not self._last or bucket.whole is None:
             with _Plainly():
                 self._prepare(bucket)
                 self._look_ahead()
         return bucket.arrived()
-
-    def holding(self, address: int) -> Bucket | None:
-        """Return the bucket whose whole values have an address, if one has."""
-        while place := bisect_right(self._addresses, address):
-            begin = self._addresses[place - 1]
-            bucket = self._bucket_at[begin]
-            if bucket.whole is not None and bucket.whole.data_ptr() == begin:
-                return bucket if address - begin < bucket.whole_bytes else None
-            del self._addresses[place - 1], self._bucket_at[begin]  # it has been released since
-        return None
 
     def hold(self, holder: object, buckets: Sequence[Bucket]) -> None:
         """Gather buckets, and keep them until `let_go`; in between, uses of them are no business of other ranks.
@@ -297,10 +293,12 @@ class Gatherer:
         self._last = bucket
         number = self._number_of[bucket]
         self.timeline.note(number)
-        self._ahead.pop(number, None)
-        self._used.pop(number, None)
+        if number in self._ahead:
+            del self._ahead[number]
+        if number in self._used:
+            del self._used[number]
         self._used[number] = bucket  # the last one used is the last one released
-        if not bucket.is_gathered:
+        if bucket.state is not WholeState.GATHERED:
             self.release_unused(keep=1)
             if bucket.state is WholeState.SHARDED:
                 self._start_gather(bucket)
@@ -311,7 +309,7 @@ class Gatherer:
             return
         for number in self.timeline.upcoming(self._max_prefetch):
             bucket = self.layout.buckets[number]
-            if len(self._ahead) >= self._max_prefetch:
+            if self._ahead and len(self._ahead) >= self._max_prefetch:
                 return
             if bucket.state is WholeState.SHARDED:
                 # Every rank must decide alike, so this looks at whole buckets, and at no memory of this rank's.
@@ -326,11 +324,9 @@ class Gatherer:
         if self.order is not None:
             self.order.note(bucket)
         bucket.start_gather()
-        assert bucket.whole is not None, "what is gathered has a buffer"
-        begin = bucket.whole.data_ptr()
-        if begin not in self._bucket_at:
-            insort(self._addresses, begin)
-        self._bucket_at[begin] = bucket
+        if bucket.address not in self.bucket_at:
+            insort(self.addresses, bucket.address)
+        self.bucket_at[bucket.address] = bucket
 
     def release_unused(self, keep: int) -> None:
         """Release buckets that nobody pins, the least recently used first, until so many are left."""
@@ -339,7 +335,7 @@ class Gatherer:
             for number, bucket in self._used.items()
             if not bucket.pins and bucket.keep is Keep.IN_USE and bucket.whole is not None
         ]
-        for number in loose[: len(loose) - keep]:
+        for number in loose[:-keep] if keep else loose:
             self._used.pop(number).release()
         if self.timeline.kind is None:
             for bucket in self._ahead.values():  # nobody came for them

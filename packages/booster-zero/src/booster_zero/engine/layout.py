@@ -44,6 +44,7 @@ class Layout:
     Attributes:
         buckets: In the order in which they are reduced.
         parameters: Those of the model's parameters that are in buckets, by number.
+        bucket_by_index: The bucket of each.
         every: All of them.
         names: Their names in the user's model, by number.
         index_of: Their numbers, by ``id``.
@@ -69,7 +70,7 @@ class Layout:
         self.index_of = {id(parameter): index for index, parameter in self.every.items()}
         self.parameters: dict[int, nn.Parameter] = {}
         self.followers: list[weakref.ref[ShardFollower]] = []
-        self._bucket_of: dict[int, Bucket] = {}
+        self.bucket_by_index: dict[int, Bucket] = {}
         self._holding: dict[tuple[int, ...], list[Bucket]] = {}
         self._formats: dict[int, Format] = {}
         self._owners: dict[int, int] = {}
@@ -112,7 +113,7 @@ class Layout:
 
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
-        self._bucket_of = {slot.index: bucket for bucket in buckets for slot in bucket.plan.slots}
+        self.bucket_by_index = {slot.index: bucket for bucket in buckets for slot in bucket.plan.slots}
         self._holding = {}
 
     def _assign_owners(self) -> None:
@@ -179,12 +180,12 @@ class Layout:
 
     def bucket_of(self, index: int) -> Bucket:
         """Return the bucket that holds a parameter."""
-        return self._bucket_of[index]
+        return self.bucket_by_index[index]
 
     def buckets_of(self, indices: tuple[int, ...]) -> list[Bucket]:
         """Return the buckets that hold some parameters, each once."""
         if indices not in self._holding:
-            self._holding[indices] = list(dict.fromkeys(self._bucket_of[index] for index in indices))
+            self._holding[indices] = list(dict.fromkeys(self.bucket_by_index[index] for index in indices))
         return self._holding[indices]
 
     def regroup(self, parameters: Mapping[int, nn.Parameter], format_of: Callable[[nn.Parameter], Format]) -> None:
@@ -197,7 +198,7 @@ class Layout:
 
         Collective: the shard groups of these buckets. Every rank must pass the same.
         """
-        left = {self._bucket_of[index] for index in parameters}
+        left = {self.bucket_by_index[index] for index in parameters}
         self._formats.update((index, format_of(parameter)) for index, parameter in parameters.items())
         self._assign_owners()
         buckets: list[Bucket] = []

@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
@@ -18,8 +19,6 @@ from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
@@ -42,7 +41,8 @@ class OrderCheck:
 
     def __init__(self, ranks: ShardingRanks, names: Mapping[int, str], remedy: str, device: torch.device) -> None:
         self._ranks, self._names, self._remedy = ranks, names, remedy
-        self._compares_first = device.type == "cpu" and ranks.shard_size > 1
+        nothing = torch.empty(0, device=device)
+        self._compares_first = ranks.shard_size > 1 and not collectives.is_by_torch(nothing, ranks.gathering)
         self._digest = 0
         self._first: list[int] = []  # gathers since the last step, by the first parameter
         self._compared: list[int] = []

@@ -134,11 +134,10 @@ class InflightReductions:
         """Return memory to receive into; a few pieces serve all buckets of a round in turn."""
         numel, wire = bucket.scratch_numel, bucket.format.wire
         spare = self._spare.setdefault(wire, [])
-        fitting = [each for each in spare if each.numel() >= numel]
-        if fitting:
-            chosen = min(fitting, key=torch.Tensor.numel)
-            spare[:] = [each for each in spare if each is not chosen]
-            return chosen
-        if spare:  # what is too small makes room
-            spare.pop()
-        return torch.empty(numel, dtype=wire)
+        sizes = [*map(torch.Tensor.numel, spare)]
+        chosen = -1  # what is too small makes room
+        for position, size in enumerate(sizes):
+            if size >= numel and not numel <= sizes[chosen] <= size:
+                chosen = position
+        taken = spare.pop(chosen) if spare else None
+        return torch.empty(numel, dtype=wire) if taken is None or sizes[chosen] < numel else taken

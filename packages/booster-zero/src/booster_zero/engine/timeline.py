@@ -56,11 +56,12 @@ class Timeline:
     def upcoming(self, most: int) -> list[int]:
         """Return the buckets that are expected next, each once, at most so many."""
         found: list[int] = []
-        for bucket in itertools.islice(self._expected, self._cursor, None):
-            if len(found) == most:
-                break
+        for bucket in itertools.islice(self._expected, self._cursor, None) if most else ():
             if bucket not in found:
                 found.append(bucket)
+                most -= 1
+                if not most:
+                    break
         return found
 
     def forget(self) -> None:

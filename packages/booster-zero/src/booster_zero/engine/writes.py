@@ -34,26 +34,26 @@ class WriteWatch:
     def __init__(self, names: Mapping[int, str], set_in_forward: Container[int] = ()) -> None:
         self._names, self._set_in_forward = names, set_in_forward
         self._found: dict[str, str] = {}
-        self._seen: dict[Bucket, list[tuple[int, int]]] = {}
+        self._seen: dict[Bucket, list[int]] = {}
 
     def note_shown(self, bucket: Bucket) -> None:
         """Remember a bucket's parameters, which are here, as they are now."""
-        self._seen[bucket] = [(each._version, each.data_ptr()) for each in bucket.parameters]  # noqa: SLF001 - no public name
+        self._seen[bucket] = [each._version for each in bucket.parameters]  # noqa: SLF001 - no public name
 
     def note_hidden(self, bucket: Bucket) -> None:
         """Compare a bucket's parameters with what was remembered, and forget that."""
         before = self._seen.pop(bucket, None)
         if before is None:
             return
-        now = [(each._version, each.data_ptr()) for each in bucket.parameters]  # noqa: SLF001 - as above
-        if now == before:
+        now = [each._version for each in bucket.parameters]  # noqa: SLF001 - as above
+        addresses, expected = bucket.addresses(), bucket.expected_addresses()
+        if now == before and addresses == expected:
             return
-        for slot, parameter, seen, seen_now in zip(bucket.plan.slots, bucket.parameters, before, now, strict=True):
-            (version, address), (version_now, address_now) = seen, seen_now
+        for position, (slot, parameter) in enumerate(zip(bucket.plan.slots, bucket.parameters, strict=True)):
             # bitsandbytes' layers give their weights other memory in each forward, with the same values.
-            if address != address_now and not _is_equal(bucket, slot.offset, parameter):
+            if addresses[position] != expected[position] and not _is_equal(bucket, slot.offset, parameter):
                 self._found[self._names[slot.index]] = "was given other memory"
-            elif version != version_now and slot.index not in self._set_in_forward:
+            elif now[position] != before[position] and slot.index not in self._set_in_forward:
                 self._found[self._names[slot.index]] = "was changed in place"
 
     def compare(self, bucket: Bucket) -> None:

@@ -25,7 +25,7 @@ class _Note(NamedTuple):
     """Where saved values are: in which parameter, from which of its bytes, and how they are read."""
 
     number: int
-    start_bytes: int | torch.SymInt
+    start_bytes: int
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
@@ -50,21 +50,29 @@ class SavedUses(SavedTensorHooks):
         if tensor.layout is not torch.strided:
             return None
         try:
-            bucket = self._gatherer.holding(tensor.data_ptr())
+            address = tensor.data_ptr()
         except RuntimeError:  # inside of a function transform, which keeps it alive
             return None
-        if bucket is None:
+        addresses, bucket_at = self._gatherer.addresses, self._gatherer.bucket_at
+        while place := bisect_right(addresses, address):
+            begin = addresses[place - 1]
+            bucket = bucket_at[begin]
+            if bucket.address == begin:
+                break
+            del addresses[place - 1], bucket_at[begin]  # it has been released since
+        else:
             return None
-        itemsize, offset_bytes = bucket.format.working.itemsize, tensor.storage_offset() * tensor.itemsize
-        position = bisect_right(bucket.offsets, offset_bytes // itemsize) - 1
-        slot = bucket.plan.slots[position]
+        start = address - begin
+        if start >= bucket.whole_bytes:
+            return None
+        position = bisect_right(bucket.byte_offsets, start) - 1
         return _Note(
-            slot.index,
-            offset_bytes - slot.offset * itemsize,
+            bucket.plan.slots[position].index,
+            start - bucket.byte_offsets[position],
             tensor.dtype,
             tensor.shape,
             tensor.stride(),
-            tensor.is_conj(),
+            tensor.dtype.is_complex and tensor.is_conj(),
             tensor.is_neg(),
             bucket.parameters[position]._version,  # noqa: SLF001
         )
@@ -81,10 +89,9 @@ class SavedUses(SavedTensorHooks):
                 "been changed in place since, by `optimizer.step()` or by hand. Run backward before the step."
             )
             raise RuntimeError(msg)
-        bucket = gatherer.layout.bucket_of(taken.number)
+        bucket = gatherer.layout.bucket_by_index[taken.number]
         whole = gatherer.use_whole(bucket)
-        slot = bucket.plan.slots[bucket.position_of[taken.number]]
-        offset_bytes = slot.offset * bucket.format.working.itemsize + taken.start_bytes
+        offset_bytes = bucket.byte_offsets[bucket.position_of[taken.number]] + taken.start_bytes
         if taken.dtype == whole.dtype:
             found = whole.as_strided(taken.shape, taken.strides, offset_bytes // taken.dtype.itemsize)
         else:  # parameters begin at multiples of many elements, of whichever format
