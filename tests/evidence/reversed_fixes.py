@@ -369,7 +369,8 @@ def _first_line(failure):
     errors = [each for each in errors if "rank_pool.Rank" not in each] or errors
     lines = [line for line in text.splitlines() if line.strip()] or [""]
     found = re.sub(r"\s+", " ", (errors or lines)[0])
-    return re.sub(r"/\S*?/tree/", "", found)[:160]  # the scratch clone's place
+    # The places of the scratch clone and of tests' files.
+    return re.sub(r"/\S*?/tree/|/\S*?/pytest-\d+/", "", found)[:160]
 
 
 def _behaviour(file):
