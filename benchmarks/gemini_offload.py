@@ -78,14 +78,14 @@ def _train(options: argparse.Namespace) -> None:
         if number == _WARM and not options.folder:
             give_back_freed()
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
-        start, bytes_before = time.perf_counter(), (store.bytes_read + store.bytes_written if store else 0)
+        start, bytes_before = time.perf_counter(), (sum(store.moved_bytes.values()) if store else 0)
         loss = boosted(input_ids=tokens, labels=tokens).loss
         booster.backward(loss, wrapped)
         wrapped.step()
         wrapped.zero_grad()
         result = {
             "seconds": time.perf_counter() - start,
-            "moved": (store.bytes_read + store.bytes_written if store else 0) - bytes_before,
+            "moved": (sum(store.moved_bytes.values()) if store else 0) - bytes_before,
             "loss": loss.item(),
             "parameters": num_parameters,
             "budget": budget,

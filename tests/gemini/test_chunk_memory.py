@@ -120,14 +120,14 @@ def test_regions_come_back_as_they_were_written(tmp_path):
     for number, buffer in enumerate(buffers):
         buffer.copy_(torch.arange(buffer.numel()).remainder(251 - number).to(torch.uint8))
     offsets = [store.allocate(buffer.numel()) for buffer in buffers]
-    for part in [part for each in zip(offsets, buffers, strict=True) for part in store.write(*each)]:
+    for part in [part for each in zip(offsets, buffers, strict=True) for part in store.move("written", *each)]:
         part.result()
     copies = [aligned_buffer(buffer.numel()) for buffer in buffers]
-    for part in [part for each in zip(offsets, copies, strict=True) for part in store.read(*each)]:
+    for part in [part for each in zip(offsets, copies, strict=True) for part in store.move("read", *each)]:
         part.result()
     total = sum(buffer.numel() for buffer in buffers)
     assert all(map(torch.equal, buffers, copies))
-    assert (store.bytes_written, store.bytes_read) == (total, total)
+    assert store.moved_bytes == {"written": total, "read": total}
     assert not list(tmp_path.iterdir())  # nobody can remove what has no name
     store.free(offsets[1], 1)
     assert store.allocate(1) == offsets[1]
@@ -166,12 +166,12 @@ def test_a_budget_moves_less_than_least_recently_used_on_a_loop(make):
     memory = make(within(4 * BYTES))
     owners = [Owner(memory, number, number) for number in range(10)]
     for _ in range(4):
-        before = memory.store.bytes_read
+        before = memory.store.moved_bytes["read"]
         for owner in [*owners, *reversed(owners)]:
             owner.use()
         memory.end_step()
     # Forth and back over ten with room for four: each way six have to come. Least recently used would bring all.
-    assert 12 <= (memory.store.bytes_read - before) / aligned(BYTES) <= 13
+    assert 12 <= (memory.store.moved_bytes["read"] - before) / aligned(BYTES) <= 13
 
 
 def test_what_is_read_ahead_makes_room_for_what_is_needed_now(make, monkeypatch):
@@ -195,11 +195,11 @@ def test_what_is_read_ahead_makes_room_for_what_is_needed_now(make, monkeypatch)
 
 
 def test_a_block_that_is_wanted_while_it_is_written_stays(make, monkeypatch):
-    memory, written, write = make(EVERYTHING_AWAY), threading.Event(), os.pwrite
+    memory, written, write = make(EVERYTHING_AWAY), threading.Event(), os.pwritev
     owners = [Owner(memory, number, number) for number in range(2)]
     settle(memory.store)
     memory._collect()
-    monkeypatch.setattr("booster_gemini.memory.disk.os.pwrite", lambda *args: (written.wait(9), write(*args))[1])
+    monkeypatch.setattr("booster_gemini.memory.disk.os.pwritev", lambda *args: (written.wait(9), write(*args))[1])
     block = memory._blocks[owners[0].key]
     owners[0].use(change=1.0)
     memory._start_moves([Moves([], [owner.key for owner in owners])])
@@ -237,11 +237,11 @@ def test_what_was_not_changed_is_not_written_again(make):
     for _ in range(4):
         assert owner.use() == [3.0]
         memory.end_step()
-    written = memory.store.bytes_written
+    written = memory.store.moved_bytes["written"]
     for _ in range(4):
         assert owner.use() == [3.0]
         memory.end_step()
-    assert memory.store.bytes_written == written
+    assert memory.store.moved_bytes["written"] == written
 
 
 def test_forgotten_values_take_no_memory(make):
@@ -298,7 +298,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr("booster_gemini.memory.disk.tempfile.mkstemp", refuse)
+    monkeypatch.setattr("booster_gemini.memory.disk.tempfile.TemporaryFile", refuse)
     with pytest.raises(ConfigError, match=r"can't be written to: Permission denied\. Change its permissions"):
         DiskStore(tmp_path)
 
@@ -340,7 +340,7 @@ def test_a_write_that_fails_keeps_the_values_in_memory(make, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("booster_gemini.memory.disk.os.pwrite", full)
+        patch.setattr("booster_gemini.memory.disk.os.pwritev", full)
         owner.use(change=4.0)
         owner.use()
         assert "Nothing is lost: what should have moved there is still in memory" in str(memory.problem())
@@ -355,7 +355,7 @@ def test_a_file_that_was_cut_is_told_with_its_place(make):
             owner.use()
         memory.end_step()
     settle(memory.store)  # a write that comes later would make the file longer again
-    os.ftruncate(memory.store._file, 0)
+    os.truncate(memory.store._file.fileno(), 0)
 
     def use_all():
         for _ in range(2):  # what was read before the cut serves once
@@ -372,7 +372,7 @@ def test_a_write_does_not_make_a_cut_file_long_again(make):
     memory = make(EVERYTHING_AWAY)
     owner = Owner(memory, 0, 1)
     memory.fetch(owner.buffer).wait()
-    os.ftruncate(memory.store._file, 0)
+    os.truncate(memory.store._file.fileno(), 0)
     memory.release(owner.buffer, changed=True)
     owner.use()
     assert "could not be written: the file ends at byte 0, so somebody" in str(memory.problem())

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import tempfile
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from booster_core.errors import OffloadError
 from booster_runtime.memory import OffloadFolder, aligned
@@ -37,8 +37,7 @@ class DiskStore:
         folder: A folder of this host, on a disk: the option `offload_dir`.
 
     Attributes:
-        bytes_read: Bytes whose read was started.
-        bytes_written: Bytes whose write was started.
+        moved_bytes: How many were begun to be ``"read"`` and ``"written"``.
 
     Raises:
         ConfigError: If the folder is not there, is none, or can't be written to.
@@ -48,26 +47,16 @@ class DiskStore:
         self._folder = OffloadFolder(folder, option="offload_dir")
         self._folder.check_exists()
         try:
-            self._file = self._open()
+            self._file = tempfile.TemporaryFile(buffering=0, dir=self._folder.folder)  # noqa: SIM115 - until `close`
         except OSError as cause:
             raise self._folder.not_writable(cause) from cause
-        self._close = weakref.finalize(self, os.close, self._file)
+        self._close = weakref.finalize(self, self._file.close)
+        with contextlib.suppress(AttributeError, OSError):  # a system, or a file system, without direct I/O
+            fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) | os.O_DIRECT)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="gemini disk")
         self._end = 0
         self._free: dict[int, list[int]] = {}
-        self.bytes_read = self.bytes_written = 0
-
-    def _open(self) -> int:
-        descriptor, name = tempfile.mkstemp(prefix="booster-", suffix=".chunks", dir=self._folder.folder)
-        try:
-            if direct := getattr(os, "O_DIRECT", 0):
-                with contextlib.suppress(OSError):  # a file system without direct I/O
-                    opened = os.open(name, os.O_RDWR | os.O_CLOEXEC | direct)
-                    os.close(descriptor)
-                    return opened
-            return descriptor
-        finally:
-            Path(name).unlink()
+        self.moved_bytes = {"read": 0, "written": 0}
 
     def allocate(self, num_bytes: int) -> int:
         """Take room for a region of whole sectors and return its offset.
@@ -78,68 +67,58 @@ class DiskStore:
         length = aligned(num_bytes)
         if free := self._free.get(length):
             return free.pop()
-        offset = self._end
         try:
-            self._folder.take_room(self._file, offset, length)
+            self._folder.take_room(self._file.fileno(), self._end, length)
         except OSError as cause:
-            raise OffloadError(self._shortage(length, cause)) from cause
+            raise self._shortage(length, cause) from cause
         self._end += length
-        return offset
+        return self._end - length
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Give a region back, for others of its length."""
         self._free.setdefault(aligned(num_bytes), []).append(offset)
 
-    def write(self, offset: int, buffer: Tensor, after: Callable[[], None] | None = None) -> list[Future[None]]:
-        """Start writing a buffer of whole sectors to a region; results of what is returned may raise `OffloadError`.
+    def move(
+        self, what: Literal["read", "written"], offset: int, buffer: Tensor, after: Callable[[], None] | None = None
+    ) -> list[Future[None]]:
+        """Start moving a region to or from a buffer of whole sectors; results of what is returned may raise.
 
         Args:
-            offset: Where, as `allocate` returned.
+            what: What happens to the region, which `allocate` has returned.
+            offset: Where it begins.
             buffer: 1-D uint8 on the CPU, at an address that is a multiple of `ALIGNMENT`.
             after: Called by each thread that takes part before it begins; for what must end first.
+
+        Raises:
+            OffloadError: By the results, if the disk is full or fails.
         """
-        self.bytes_written += buffer.numel()
-        return self._start("written", offset, buffer, after)
+        self.moved_bytes[what] += buffer.numel()
+        call, view = (os.preadv if what == "read" else os.pwritev), memoryview(buffer.numpy())  # type: ignore[arg-type] # numpy's stubs for Python before 3.12
 
-    def read(self, offset: int, buffer: Tensor) -> list[Future[None]]:
-        """Start reading a region into a buffer; see `write`."""
-        self.bytes_read += buffer.numel()
-        return self._start("read", offset, buffer, None)
-
-    def _start(self, what: str, offset: int, buffer: Tensor, after: Callable[[], None] | None) -> list[Future[None]]:
-        view = memoryview(buffer.numpy())  # type: ignore[arg-type] # numpy's stubs for Python before 3.12
-
-        def part(start: int) -> None:
+        def part(start: int, end: int) -> None:
             if after is not None:
                 after()
-            self._move(what, offset + start, view[start : start + _PIECE_BYTES])
+            while start < end:
+                if (size := os.fstat(self._file.fileno()).st_size) < offset + end:  # writing would refill it
+                    raise self._trouble(what, offset, end, f"the file ends at byte {size}, so somebody has cut it")
+                try:
+                    start += call(self._file.fileno(), [view[start:end]], offset + start)
+                except OSError as cause:
+                    if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+                        raise self._shortage(end - start, cause) from cause
+                    raise self._trouble(what, offset, end, cause.strerror) from cause
 
-        return [self._pool.submit(part, start) for start in range(0, len(view), _PIECE_BYTES)]
+        starts = range(0, len(view), _PIECE_BYTES)
+        return [self._pool.submit(part, start, min(start + _PIECE_BYTES, len(view))) for start in starts]
 
-    def _move(self, what: str, offset: int, view: memoryview) -> None:
-        position = 0
-        while position < len(view):
-            end = os.fstat(self._file).st_size
-            if end < offset + len(view):  # what is written would make it long again, and empty
-                raise self._trouble(what, offset, len(view), f"the file ends at byte {end}, so somebody has cut it")
-            try:
-                if what == "written":
-                    position += os.pwrite(self._file, view[position:], offset + position)
-                else:
-                    position += os.preadv(self._file, [view[position:]], offset + position)
-            except OSError as cause:
-                if cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise OffloadError(self._shortage(len(view), cause)) from cause
-                raise self._trouble(what, offset, len(view), cause.strerror) from cause
-
-    def _trouble(self, what: str, offset: int, length: int, reason: str | None) -> OffloadError:
+    def _trouble(self, what: str, offset: int, end: int, reason: str | None) -> OffloadError:
         return OffloadError(
-            f"{length} bytes at offset {offset} of the offloaded chunks in {self._folder.asked} could not "
-            f"be {what}: {reason}. Start again from the last checkpoint, on a disk that works."
+            f"Up to {end} bytes at offset {offset} of the offloaded chunks in {self._folder.asked} could not be "
+            f"{what}: {reason}. Start again from the last checkpoint, on a disk that works."
         )
 
-    def _shortage(self, num_bytes: int, cause: OSError) -> str:
-        return (
+    def _shortage(self, num_bytes: int, cause: OSError) -> OffloadError:
+        return OffloadError(
             f"Offloading to {self._folder.asked} needs {num_bytes} more bytes, and {self._folder.told_free_bytes()} "
             f"({cause.strerror}). Nothing is lost: what should have moved there is still in memory, and can be saved. "
             "Make room, or name another folder."
@@ -149,7 +128,6 @@ class DiskStore:
         """End the threads, and give the file's room back."""
         self._pool.shutdown(wait=True)
         self._close()
-        self._file = -1  # the number may be given to another file
 
 
 class DiskPlace:
@@ -180,16 +158,16 @@ class DiskPlace:
             self._staged = self._ring.take(self._num_bytes) if self._staged is None else self._staged
             ready = self._copies.send(self._staged[: self._num_bytes], buffer, ready)
             buffer = self._staged
-        self._parts = self._store.write(self._offset, buffer, None if ready is None else ready.synchronize)
+        self._parts = self._store.move("written", self._offset, buffer, None if ready is None else ready.synchronize)
 
     def bring(self, buffer: Tensor) -> None:
         if self._copies is not None:
             self._target = buffer
-            if self._staged is not None:
+            if self._staged is not None:  # which could not be written, and has the values
                 self._parts = []
-                return  # it could not be written, and has the values
+                return
             buffer = self._staged = self._ring.take(self._num_bytes)
-        self._parts = self._store.read(self._offset, buffer)
+        self._parts = self._store.move("read", self._offset, buffer)
 
     @property
     def is_done(self) -> bool:
@@ -203,7 +181,7 @@ class DiskPlace:
         return self._give_back()
 
     def _give_back(self) -> torch.Event | None:
-        (staged, self._staged), (target, self._target) = (self._staged, None), (self._target, None)
+        staged, target, self._staged, self._target = self._staged, self._target, None, None
         if staged is None or self._copies is None:
             return None
         copied = None if target is None else self._copies.bring(target, staged[: self._num_bytes])
@@ -211,9 +189,7 @@ class DiskPlace:
         return copied
 
     def abandon(self) -> None:
-        for part in self._parts:
-            part.cancel()
-        wait(self._parts)
+        wait(part for part in self._parts if not part.cancel())
         self._parts, self._target = [], None
         if self._staged is not None and self._copies is not None:
             self._copies.synchronize()  # it may still be on its way into the buffer
