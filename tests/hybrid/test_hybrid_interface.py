@@ -9,7 +9,9 @@ from booster_core.errors import ConfigError
 from booster_core.precision import LossScaleConfig
 from booster_hybrid import (
     DataParallelConfig,
+    HybridConfig,
     HybridParallelPlugin,
+    SequenceConfig,
     ShardingPolicy,
 )
 from booster_zero import ZeroConfig
@@ -25,10 +27,14 @@ def test_options_reach_the_config():
     assert plugin.precision.name == "bf16"
 
 
-def test_split_sequences_have_two_names():
+def test_one_mesh_can_be_said_in_three_ways():
     theirs = HybridParallelPlugin(tp_size=2, sequence_parallelism_mode="split_gather")
     named = HybridParallelPlugin(tp_size=2, sequence_parallel=True)
-    assert theirs.config.sequence == named.config.sequence
+    config = HybridConfig(tp_size=2, sequence=SequenceConfig(mode="split_gather"))
+    passed = HybridParallelPlugin(config=config, precision="bf16", max_norm=1.0)
+    assert theirs.config.sequence == named.config.sequence == passed.config.sequence
+    assert passed.config is config
+    assert (passed.tp_size, passed.precision.name, passed.describe()["max_norm"]) == (2, "bf16", 1.0)
     for name, mode in (("ring", "ring_attn"), ("ulysses", "all_to_all")):
         assert HybridParallelPlugin(sp_size=2, context_parallel=name).config.sequence.mode == mode
 
@@ -78,6 +84,8 @@ def test_split_sequences_have_two_names():
         ),
         ({"context_parallel": "zigzag"}, "`context_parallel='zigzag'` is not 'ulysses' or 'ring'"),
         ({"tp_size": 2, "sequence_parallel": True, "context_parallel": "ring"}, "are two ways to split sequences"),
+        ({"config": HybridConfig(), "tp_size": 2}, r"`tp_size=2` is a part of `config=HybridConfig\(...\)`"),
+        ({"config": HybridConfig(zero=ZeroConfig()), "max_norm": 1.0}, "`max_norm=1.0` is a part of `config="),
         ({"zero_stage": 4}, "`zero_stage=4` is not one of 0 "),
         ({"zero_stage": 3, "ddp": DataParallelConfig()}, "and stage 3 of ZeRO has options of its own"),
         ({"ddp": DataParallelConfig(), "zero_stage": 1}, r"`ddp=DataParallelConfig\(...\)` is about `zero_stage=0`"),
@@ -106,6 +114,7 @@ def test_a_wrong_precision_is_refused_at_once():
         ({"ddp": {"bucket_bytes": 4}}, "`ddp` is a `DataParallelConfig`; got `dict`"),
         ({"zero": 1}, "`zero` is a `ZeroConfig`; got `int`"),
         ({"pp_size": 2, "split_batch": 3}, "got `int`"),
+        ({"config": {"tp_size": 2}}, "`config` is a `HybridConfig`; got `dict`"),
     ],
 )
 def test_an_option_of_another_type_is_refused_at_once(options, message):

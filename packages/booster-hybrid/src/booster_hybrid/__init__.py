@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster_hybrid.config import DataParallelConfig
+from booster_hybrid.config import DataParallelConfig, HybridConfig, PipelineConfig, SequenceConfig
 from booster_hybrid.plugin import HybridParallelPlugin
 from booster_hybrid.policy.base import ExpertRule, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.split_logits import SplitLogits
@@ -10,8 +10,11 @@ from booster_hybrid.split_logits import SplitLogits
 __all__ = [
     "DataParallelConfig",
     "ExpertRule",
+    "HybridConfig",
     "HybridParallelPlugin",
     "ModuleRule",
+    "PipelineConfig",
+    "SequenceConfig",
     "ShardingPolicy",
     "SplitLogits",
     "Style",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -113,6 +114,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         ddp: How gradients are averaged under ``zero_stage=0``.
         zero: All of ZeRO's options, instead of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
         loss_scale: Settings of dynamic loss scaling, for ``precision="fp16"``.
+        config: The mesh, how sequences and batches are split, and the data axis, in one value, in place of the
+            arguments about these.
         pipeline_record: A folder to which each rank of a pipeline writes its schedule, for ``booster trace``.
 
     Raises:
@@ -149,7 +152,6 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         "broadcast_buffers": "pass `ddp=DataParallelConfig(broadcast_buffers=...)`",
         "ddp_bucket_cap_mb": "pass `ddp=DataParallelConfig(bucket_bytes=...)`, in bytes",
         "enable_sequence_parallelism": "pass `sequence_parallel=True`, or `context_parallel=` with `sp_size=`",
-        "config": "pass what it holds as arguments of their own, such as `tp_size=` and `zero=`",
         "dp_outside": "pass `mesh_order=`, the axes from the outermost to the innermost",
         "moe_dp_outside_pp": "pass `mesh_order=`, the axes from the outermost to the innermost",
         "gradient_checkpoint_config": "pass `checkpoint_ratio=`, one number or one for each stage",
@@ -189,15 +191,19 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         ddp: DataParallelConfig | None = None,
         zero: ZeroConfig | None = None,
         loss_scale: LossScaleConfig | None = None,
+        config: HybridConfig | None = None,
         pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
+        if config is not None:
+            _refuse_beside_config(HybridParallelPlugin.__init__, locals())
         check_argument_types(HybridParallelPlugin.__init__.__annotations__, {**locals(), "return": None})
-        for option, value, kind in (("ddp", ddp, DataParallelConfig), ("zero", zero, ZeroConfig)):
+        configs = (("ddp", ddp, DataParallelConfig), ("zero", zero, ZeroConfig), ("config", config, HybridConfig))
+        for option, value, kind in configs:
             if value is not None and not isinstance(value, kind):
                 msg = f"`{option}` is a `{kind.__name__}`; got `{type(value).__name__}`."
                 raise TypeError(msg)
         sharded = zero_options(zero, zero_stage, max_norm, cpu_offload=cpu_offload)
-        self.config = HybridConfig(
+        self.config = config or HybridConfig(
             tp_size=tp_size,
             pipeline=PipelineConfig(
                 size=pp_size,
@@ -533,3 +539,27 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         if self._made_for is None or self._made_for[0] is not world:
             self._made_for = (world, make_groups(self._shape(dist.get_world_size()), self.config.ep_size))
         return self._made_for[1]
+
+
+_BESIDE_CONFIG = frozenset(
+    ("precision", "example_batch", "split_batch", "parallel_output", "unchecked", "custom_policy", "loss_scale")
+)
+"""Arguments that no `HybridConfig` holds, next to where the pipeline's record goes and the norm of replicated state."""
+
+
+def _refuse_beside_config(function: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """Refuse arguments that `HybridConfig` has, next to one.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    free = {*_BESIDE_CONFIG, "self", "config", "pipeline_record"}
+    if getattr(given["config"], "zero", None) is None:
+        free.add("max_norm")
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in free and given[name] != parameter.default:
+            msg = (
+                f"`{name}={given[name]!r}` is a part of `config=HybridConfig(...)`, which is given too. Say it in one "
+                "place."
+            )
+            raise ConfigError(msg)
