@@ -47,6 +47,7 @@ FOUND: list[Program] = [
     Program(("linear",), ("forward", "backward that raises", "backward")),
     Program(("linear",), ("forward", "backward that raises", "loss.backward")),
     Program(("linear",), ("backward", "zero_grad(False)", "step")),
+    Program(("linear",), ("no_sync", "zero_grad(False)", "step")),
     Program(("linear",), ("forward", "mul_", "evaluate")),
     Program(("linear",), ("no_sync", "drop gradient", "backward")),
     Program(("linear",), ("no_sync", "zero gradients", "backward")),

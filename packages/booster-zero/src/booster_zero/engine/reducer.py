@@ -239,8 +239,11 @@ class Reducer:
                     self._local[slot.index].zero_()
             bucket.zero_gradient()
             for parameter in bucket.parameters:
-                if holds_values(parameter.grad):
-                    parameter.grad = None
+                gradient = parameter.grad
+                if type(gradient) is ShardedGradient:
+                    gradient.take_added()
+                elif gradient is not None:  # of a pause, which is one of the step's as well
+                    gradient.zero_()
 
     def _zero_gradient(self, index: int) -> None:
         """Set the gradient of one parameter to zero."""
