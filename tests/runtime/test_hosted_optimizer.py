@@ -51,9 +51,12 @@ def hosted():
 
 
 def test_state_is_cut_as_the_parameter_is():
-    host, optimizer, pieces, before, _ = hosted()
-    assert [group["params"] for group in optimizer.param_groups] == [[pieces[0].values], [pieces[1].values]]
-    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
+    host, optimizer, pieces, before, parameters = hosted()
+    groups = optimizer.param_groups
+    with host.showing_pieces():
+        assert [group["params"] for group in groups] == [[pieces[0].values], [pieces[1].values]]
+        assert [group["param_names"] for group in groups] == [["weight"], ["bias"]]
+    assert all(group["params"][0] is parameter for group, parameter in zip(groups, parameters, strict=True))
     states = host.states()
     assert torch.equal(states[0]["exp_avg"], before[0]["exp_avg"].view(-1)[2:6])
     assert torch.equal(states[1]["exp_avg_sq"], before[1]["exp_avg_sq"])
@@ -64,13 +67,14 @@ def test_state_is_cut_as_the_parameter_is():
 
 
 def test_a_step_updates_pieces_as_it_would_the_whole():
-    _, optimizer, pieces, _, parameters = hosted()
+    host, optimizer, pieces, _, parameters = hosted()
     whole, reference = trained()
     for piece in pieces.values():
         piece.values.grad = torch.full_like(piece.values, 2.0)
     for parameter in whole:
         parameter.grad = torch.full_like(parameter, 2.0)
-    optimizer.step()
+    with host.showing_pieces():
+        optimizer.step()
     reference.step()
     torch.testing.assert_close(pieces[0].values.detach(), whole[0].detach().view(-1)[2:6])
     torch.testing.assert_close(pieces[1].values.detach(), whole[1].detach())
@@ -81,10 +85,14 @@ def test_a_parameter_of_another_rank_leaves_the_list():
     parameters, optimizer = trained()
     host = HostedOptimizer(optimizer, NAMES)
     host.adopt(0, [0], {})
-    assert optimizer.param_groups[0]["params"] == []
-    assert optimizer.param_groups[0]["param_names"] == []
-    assert parameters[0] not in optimizer.state
-    assert (host.members(), host.states()) == ({0}, {})
+    assert set(optimizer.state) == {parameters[1]}
+    with pytest.raises(ConfigError, match="state of 'weight' is split over the ranks"):
+        optimizer.state[parameters[0]]
+    host.adopt(1, [1], {})
+    with host.showing_pieces():
+        assert [group["params"] for group in optimizer.param_groups] == [[], []]
+        assert optimizer.param_groups[0]["param_names"] == []
+    assert (host.members(), host.states()) == ({0, 1}, {})
 
 
 def test_shards_name_their_part():

@@ -64,9 +64,12 @@ class CouplingCheck:
         watch = _Watch(each for group in self._optimizer.param_groups for each in group["params"])
         # What is compiled is not seen.
         compiler: Any = torch.compiler if "torch._dynamo" in sys.modules else None
-        with compiler.set_stance("force_eager") if compiler else contextlib.nullcontext(), watch:
-            result = step()
-        if any(AnyRankFlags(bytearray([watch.is_coupled]), self._device).wait()):
+        try:
+            with compiler.set_stance("force_eager") if compiler else contextlib.nullcontext(), watch:
+                result = step()
+        finally:  # also where it raises: other ranks wait
+            is_coupled = any(AnyRankFlags(bytearray([watch.is_coupled]), self._device).wait())
+        if is_coupled:
             msg = (
                 f"{type(self._optimizer).__qualname__} lets one parameter influence the update of another, as by a "
                 "norm or a step size of all: each rank would take that of the parameters that it steps on. Let the "
