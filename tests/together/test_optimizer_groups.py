@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import Case, Setting
 from driven_runs import assert_same_loop, drive
+from matrix import matrix, named
 from ranked import on_ranks
 from torch import nn
 
@@ -133,8 +134,7 @@ REFUSED = {
 """For each loop, under which plugins it raises on every rank."""
 
 
-@pytest.mark.parametrize("loop", REFUSED, ids=lambda loop: loop.__name__)
-@pytest.mark.parametrize("name", PLUGINS)
+@matrix(1, name=PLUGINS, loop=named([*REFUSED], [loop.__name__ for loop in REFUSED]))
 def test_groups_list_the_models_parameters(name, loop):
     setting = PLUGINS[name]
     if name in REFUSED[loop]:

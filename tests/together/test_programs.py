@@ -89,6 +89,11 @@ def test_programs_are_as_in_one_process_or_refused_alike(setting):
     judged(setting, 10)
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_forty_programs_are_as_in_one_process_or_refused_alike(setting):
+    judged(setting, 40)
+
+
 @pytest.mark.parametrize("setting", WORKS)
 def test_what_works_between_steps_is_not_refused(setting):
     for each in [READS, ("write whole",), *[(name,) for name in WORKS[setting]]]:
