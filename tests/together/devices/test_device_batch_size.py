@@ -57,7 +57,7 @@ def train(booster, size):
             losses.append(backward(booster, model, optimizer, move_batch(batch(size), booster.device)))
         losses.append(step(booster, model, optimizer, move_batch(batch(size), booster.device)))
     peak = torch.simulated.max_memory_allocated()
-    shards = [shard for group in optimizer.optim.param_groups for shard in group["params"]]
+    shards = optimizer.stepped()
     return [each.detach().to("cpu", copy=True) for each in (*losses, *shards, torch.rand(1))], peak
 
 
