@@ -260,7 +260,8 @@ class ShardedOptimizer(OptimizerWrapper):
             self.engine.drop_gradients(self.number)
         else:
             self.reducer.zero(self.buckets())
-        super().zero_grad(set_to_none)
+        with self.hosted.showing_pieces():  # asking parameters that are gathered for each use takes a call for each
+            super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update this rank's pieces, and bring every rank's into all parameters; see `OptimizerWrapper.step`.
