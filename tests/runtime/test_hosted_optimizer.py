@@ -86,7 +86,7 @@ def test_a_parameter_of_another_rank_leaves_the_list():
     host = HostedOptimizer(optimizer, NAMES)
     host.adopt(0, [0], {})
     assert set(optimizer.state) == {parameters[1]}
-    with pytest.raises(ConfigError, match="state of 'weight' is split over the ranks"):
+    with pytest.raises(ConfigError, match="state of 'weight' is kept by the part"):
         optimizer.state[parameters[0]]
     host.adopt(1, [1], {})
     with host.showing_pieces():

@@ -150,6 +150,10 @@ def test_lists_that_a_script_changes_are_refused():
     model = net()
     model, optimizer, *_ = booster.boost(model, sgd(model))
     booster.backward(model(rows(0, 0)).square().mean(), optimizer)
-    del optimizer.param_groups[0]["params"][0]
+    first = optimizer.param_groups[0]["params"].pop(0)
     with pytest.raises(ConfigError, match="Group 0 of the optimizer lists 3 parameters, and had 4"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"].insert(0, first)
+    optimizer.unwrap().add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ConfigError, match=r"has 2 groups, and had 1\. Add groups by `add_param_group`"):
         optimizer.step()

@@ -196,7 +196,7 @@ PLANS: Mapping[str, Mapping[str, str]] = {
         "layers.*.self_attn.g_proj": "colwise",  # a gate for each head
     },
 }
-"""Plans of families that carry none, whose layers have what others have besides parts that mix positions by heads."""
+"""Plans of families that carry none, whose layers are as others are but for parts that mix positions by heads."""
 
 _HIDDEN_LAYERS = ("transformer.h", "h")
 FAMILIES: Mapping[str, Family] = {

@@ -95,10 +95,10 @@ class _Watch(TorchFunctionMode):
         self._written: set[int] = set()
         # What each element of a stack of numbers of parameters comes of, such as of their norms.
         self._rows: Any = WeakTensorKeyDictionary()
-        found = sorted((each.data_ptr(), each.nbytes, each) for each in stepped if each.numel())
-        self._starts = [start for start, _, _ in found]
-        self._ends = [start + nbytes for start, nbytes, _ in found]
-        for number, (_, _, each) in enumerate(found):
+        found = sorted((each for each in stepped if each.numel()), key=torch.Tensor.data_ptr)
+        self._starts = [each.data_ptr() for each in found]
+        self._ends = [each.data_ptr() + each.nbytes for each in found]
+        for number, each in enumerate(found):
             self._note(each, frozenset([number]))
             if each.grad is not None:
                 self._note(each.grad, frozenset([number]))

@@ -118,13 +118,20 @@ class HostedOptimizer:
         """Let the groups list this rank's pieces while the body runs, which is the optimizer's own code.
 
         Raises:
-            ConfigError: If parameters were added to a group's list, or taken out of it.
+            ConfigError: If groups, or parameters of one, were added past `add_param_group`, or taken out.
         """
         if self._is_showing:
             yield
             return
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self._num_listed):
+            msg = (
+                f"The optimizer has {len(groups)} groups, and had {len(self._num_listed)}. Add groups by "
+                "`add_param_group` of the optimizer that `boost` returned, on every rank, and remove none."
+            )
+            raise ConfigError(msg)
         before = []
-        for number, (group, num_listed) in enumerate(zip(self.optimizer.param_groups, self._num_listed, strict=True)):
+        for number, (group, num_listed) in enumerate(zip(groups, self._num_listed, strict=True)):
             if len(group["params"]) != num_listed:
                 msg = (
                     f"Group {number} of the optimizer lists {len(group['params'])} parameters, and had {num_listed}. "
@@ -133,16 +140,15 @@ class HostedOptimizer:
                 )
                 raise ConfigError(msg)
             before.append({key: value for key, value in group.items() if key in ("params", "param_names")})
-        for group, shown in zip(self.optimizer.param_groups, self._shown, strict=True):
+        for group, shown in zip(groups, self._shown, strict=True):
             group.update(shown)
         self._is_showing = True
         try:
             yield
         finally:
             self._is_showing = False
-            for group, listed in zip(
-                self.optimizer.param_groups, before, strict=True
-            ):  # `load_state_dict` makes others
+            # Perhaps others than before: `load_state_dict` makes new ones.
+            for group, listed in zip(self.optimizer.param_groups, before, strict=True):
                 group.update(listed)
             self._guard_state()
 
@@ -202,9 +208,9 @@ class _StateOfPieces(defaultdict[Any, Any]):
         """
         if (name := self._name_of.get(id(key))) is not None:
             msg = (
-                f"The optimizer's state of '{name}' is split over the ranks, so that `optimizer.state[parameter]` has "
-                "no values. `optimizer.state.values()` yields what this rank has of the state of each parameter, 1-D "
-                "where that is a part; `booster.save_optimizer` saves all of it."
+                f"The optimizer's state of '{name}' is kept by the part of it that this rank steps on, so that "
+                "`optimizer.state[parameter]` finds none. `optimizer.state.values()` yields what this rank has of the "
+                "state of each parameter, 1-D where that is a part; `booster.save_optimizer` saves all of it."
             )
             raise ConfigError(msg)
 
