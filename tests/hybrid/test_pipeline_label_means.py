@@ -66,8 +66,8 @@ class Tagger(nn.Module):
         self.register_buffer("weight", torch.arange(1.0, WORDS + 1))
         self.double()
 
-    def forward(self, input_ids, labels=None):
-        del labels  # the criterion has them
+    def forward(self, input_ids, labels=None, mask=None):
+        del labels, mask  # the criterion has them
         hidden = self.tokens(input_ids)
         for layer in self.layers:
             hidden = layer(hidden).tanh()
@@ -160,3 +160,75 @@ def alike(outputs, batch):
 
 def test_labels_of_equal_numbers_may_be_made_of_anything():
     assert_equals_one_process(Case(build=Tagger, batch=tags, loss=alike, steps=1), setting())
+
+
+def masks(lengths, number, replica):
+    batch = without_labels(number, replica)
+    return {**batch, "mask": (torch.arange(SIZE) < torch.tensor(lengths).unsqueeze(1)).double()}
+
+
+def losses_of(outputs):
+    return outputs.square().mean(-1)
+
+
+def divided(outputs, batch):
+    return (losses_of(outputs) * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+
+
+def divided_by_a_number(outputs, batch):
+    return (losses_of(outputs) * batch["mask"]).sum() / batch["mask"].sum().item()
+
+
+def weighed_by_position(outputs, batch):
+    return (losses_of(outputs) * (batch["mask"] / batch["mask"].sum())).sum()
+
+
+def selected(outputs, batch):
+    return losses_of(outputs)[batch["mask"] > 0].mean()
+
+
+def selected_by_loss(outputs, batch):
+    chosen = outputs[batch["mask"] > 0]
+    return functional.mse_loss(chosen, torch.zeros_like(chosen))
+
+
+MASKED = (divided, divided_by_a_number, weighed_by_position, selected, selected_by_loss)
+"""Means over a mask, as trainers with rewards take them over answers (`masked_mean` of several libraries)."""
+
+
+def train_masked(criterion, lengths=LENGTHS, weight=None):
+    booster = setting().make_booster()
+    torch.manual_seed(0)
+    model = Tagger()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = iter([masks(lengths, 0, 0)])
+    return train_batch(booster, batches, model, criterion, optimizer, weight=weight).item()
+
+
+@pytest.mark.parametrize("criterion", MASKED)
+def test_a_mean_over_a_mask_of_other_lengths_raises_or_is_weighed(criterion):
+    expect_on_ranks(ConfigError, r"`mask\.sum\(\)`.*`weight=`", train_masked, 2, criterion)
+    torch.manual_seed(0)
+    batch = masks(LENGTHS, 0, 0)
+    expected = criterion(Tagger()(batch["input_ids"]), batch).item()
+    assert run_on_ranks(train_masked, 2, criterion, LENGTHS, mask_sum) == pytest.approx([expected] * 2)
+
+
+def mask_sum(batch):
+    return batch["mask"].sum()
+
+
+@pytest.mark.parametrize("criterion", MASKED)
+def test_a_mean_over_a_mask_of_equal_lengths_is_that_of_one_process(criterion):
+    case = Case(build=Tagger, batch=partial(masks, (2, 8, 5, 5, 4, 6)), loss=criterion, steps=2)
+    assert_equals_one_process(case, setting(num_microbatches=3))
+
+
+def by_sample(outputs, batch):
+    """Take the mean over each sample's mask, weigh samples, and add a mean over all of them."""
+    own = (losses_of(outputs) * batch["mask"]).sum(1) / batch["mask"].sum(1)
+    return (own * batch["mask"].mean(1)).mean() + batch["mask"].mean() - outputs[..., 0].mean()
+
+
+def test_means_over_each_samples_mask_are_those_of_one_process():
+    assert_equals_one_process(Case(build=Tagger, batch=partial(masks, LENGTHS), loss=by_sample, steps=2), setting())

@@ -18,7 +18,7 @@ import torch
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_hybrid.pipeline.absent import is_absent, refuse
-from booster_hybrid.pipeline.label_means import CountedLoss
+from booster_hybrid.pipeline.label_means import CountedCriterion
 from booster_hybrid.pipeline.schedule import Action, ActionKind
 from booster_runtime.label_means import counting
 from booster_runtime.trace import Trace
@@ -382,7 +382,7 @@ class PipelineRun:
             self._streams[microbatch].begin_criterion()
         if self._reads is not None:
             self._reads.end()
-        counted = contextlib.nullcontext() if self._means is None else CountedLoss()
+        counted = contextlib.nullcontext() if self._means is None else CountedCriterion(self._means, outputs, batch)
         with self._staged.showing_absent_state(), counted:
             loss = self._checked(self._criterion(outputs, batch))
         if self._reads is not None:
