@@ -13,12 +13,12 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from booster_core.errors import ConfigError
 from booster_hybrid.torch_functions import name_of, outside_of_graphs
@@ -105,9 +105,9 @@ class CountedCriterion(CountedLoss):
     def __init__(self, means: LabelMeans, outputs: Any, microbatch: Any) -> None:
         super().__init__()
         self._means = means
-        self._origins: Any = WeakIdKeyDictionary()
+        self._origins: dict[int, tuple[weakref.ref[Tensor], _Origin]] = {}
         for origin, values in ((_Origin.BATCH, microbatch), (_Origin.OUTPUTS, outputs)):
-            self._origins.update((leaf, origin) for leaf in _tensors([leaf for _, leaf in leaves_by_path(values)[0]]))
+            self._note(_tensors([leaf for _, leaf in leaves_by_path(values)[0]]), origin)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -120,7 +120,7 @@ class CountedCriterion(CountedLoss):
 
     def _follow(self, name: str, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         operands = _tensors(given)
-        origins = [self._origins.get(each) for each in operands]
+        origins = [self._origin(each) for each in operands]
         found = [each for each in origins if each is not None]
         if not found:
             return
@@ -139,7 +139,14 @@ class CountedCriterion(CountedLoss):
         is_masked = _Origin.BATCH in found and name in ("__getitem__", "masked_select")
         if origin is _Origin.OUTPUTS and is_masked and any(each.dtype == torch.bool for each in operands[1:]):
             origin = _Origin.SELECTED
-        self._origins.update((each, origin) for each in _tensors((result,)))
+        self._note(_tensors((result,)), origin)
+
+    def _note(self, tensors: list[Tensor], origin: _Origin) -> None:
+        self._origins.update((id(each), (weakref.ref(each), origin)) for each in tensors)
+
+    def _origin(self, tensor: Tensor) -> _Origin | None:
+        known = self._origins.get(id(tensor))
+        return None if known is None or known[0]() is not tensor else known[1]
 
 
 def _tensors(values: Any) -> list[Tensor]:
