@@ -115,7 +115,9 @@ class DDPOptimizer(OptimizerWrapper):
         """
         if closure is None:
             self.settle()
+        self.scaling.settings.written = self._averaged.written()
         result = super().step(closure)
+        self._averaged.note_versions()
         if (model := self._averaged.model) is not None:
             model.after_step()
         return result

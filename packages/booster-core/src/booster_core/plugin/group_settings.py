@@ -9,6 +9,7 @@ and looked at in the step after, so that no rank waits for another.
 from __future__ import annotations
 
 import functools
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,18 +29,26 @@ _NOT_COMPARED = ("params", "param_names")
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _REMEDY = (
     "They must be the same on all ranks. Call `scheduler.step()` on each rank, with the mean of the ranks where it "
-    "takes a value: `scheduler.step(booster_runtime.reduce(booster, metric))`. Freeze and unfreeze alike on all ranks."
+    "takes a value: `scheduler.step(booster_runtime.reduce(booster, metric))`. Freeze and unfreeze alike on all ranks. "
+    "Write the same values to parameters on each rank: load them on all, and draw them by a `generator` that is seeded "
+    "alike, as ranks draw different numbers since `boost`."
 )
 
 
 class GroupSettings:
-    """What ranks must have alike in a step: the settings of a model's optimizers, and which parameters are trained."""
+    """What ranks must have alike in a step: the settings of a model's optimizers, and which parameters are trained.
+
+    Attributes:
+        written: By name, digests of the values that a script has written to parameters since the step before; for
+            strategies that keep replicas of these.
+    """
 
     def __init__(self) -> None:
+        self.written: Mapping[str, int] = {}
         self._values: _Values = []
         self._trained = b""
         self._note = b""
-        self._pending: tuple[Callable[[], bytes], _Values, bytes] | None = None
+        self._pending: tuple[Callable[[], bytes], _Values, bytes, Mapping[str, int]] | None = None
 
     def note(self, groups: Sequence[Sequence[Mapping[str, Any]]], trained: bytes) -> bytes:
         """Return the bytes to send.
@@ -86,14 +95,23 @@ class GroupSettings:
         if context.coordinator.world_size == 1:
             return
         if self._pending is not None:
-            received, values, trained = self._pending
+            received, values, trained, written = self._pending
             self._pending = None
-            _check(received(), values, dict(zip(parameters, trained, strict=False)), context)
+            _check(received(), values, dict(zip(parameters, trained, strict=False)), context, written)
         note = self.note(groups, bytes(parameter.requires_grad for parameter in parameters.values()))
-        self._pending = _send(note, context.device), self._values, self._trained
+        if self.written:
+            own = xxhash.xxh3_64_digest(note + repr(self.written).encode())
+            note = own + bytes(255 - byte for byte in own)
+        self._pending = _send(note, context.device), self._values, self._trained, self.written
 
 
-def _check(largest: bytes, values: _Values, trained: Mapping[str, int], context: BoostContext) -> None:
+def _check(
+    largest: bytes,
+    values: _Values,
+    trained: Mapping[str, int],
+    context: BoostContext,
+    written: Mapping[str, int] = MappingProxyType({}),
+) -> None:
     if all(a + b == 255 for a, b in zip(largest[:_NUM_BYTES], largest[_NUM_BYTES:], strict=True)):
         return
     settings = {
@@ -103,7 +121,8 @@ def _check(largest: bytes, values: _Values, trained: Mapping[str, int], context:
         for key, value in group
     }
     are_trained = {f"'{name}' is trained": bool(each) for name, each in trained.items()}
-    context.coordinator.agree("step", {**settings, **are_trained}, remedy=_REMEDY)
+    are_written = {f"what was written to '{name}', by digest": number for name, number in written.items()}
+    context.coordinator.agree("step", {**settings, **are_trained, **are_written}, remedy=_REMEDY)
 
 
 def _plain(item: tuple[str, Any]) -> tuple[str, Any]:
