@@ -53,7 +53,7 @@ def test_models_and_optimizers(where, use_async, at_url, tmp_path):
 
 
 @matrix(
-    ["one-False-False", "two-True-False", "hosts-False-False", "three-False-True"],
+    ["one-False-False", "two-True-False", "hosts-True-False", "three-False-True"],
     where=RANKS,
     use_async=[False, True],
     at_url=[False, True],
