@@ -165,45 +165,6 @@ def test_a_copy_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def commit_in_background(folder):
-    io, adapter, _ = make()
-    committed = []
-    step = folder / "step"
-    part = ModelPart(adapter, FileNames(base=MODEL), max_bytes=1 << 20)
-
-    def commit(files):
-        assert all((step / file.name).stat().st_size == file.nbytes for file in files)
-        committed.extend(files)
-        step.rename(folder / "done")
-
-    texts = {f"rank{io.rank}.json": "{}"}
-    assert io.write_folder("save", step, [part], texts=texts, use_async=True, checksums=True, commit=commit) == []
-    torch.distributed.barrier()  # training goes on
-    io.wait()
-    return [(file.name, [(block.nbytes, block.checksum) for block in file.blocks]) for file in committed]
-
-
-def test_a_folder_is_committed_in_the_background_with_its_checksums(tmp_path):
-    import xxhash
-
-    results = run_on_ranks(commit_in_background, 2, tmp_path)
-    assert results[1] == [], "only rank 0 commits"
-    written = dict(results[0])
-    assert list(written) == [
-        "model-00001-of-00001.safetensors",
-        "rank0.json",
-        "rank1.json",
-        "model.safetensors.index.json",
-    ]
-    assert sorted(path.name for path in (tmp_path / "done").iterdir()) == sorted(written)
-    for name, blocks in written.items():
-        content = (tmp_path / "done" / name).read_bytes()
-        for nbytes, checksum in blocks:
-            assert xxhash.xxh3_64_hexdigest(content[:nbytes]) == checksum
-            content = content[nbytes:]
-        assert not content
-
-
 @pytest.mark.parametrize("use_async", [False, True])
 @on_ranks(2)
 def test_a_commit_that_fails_is_an_error_on_every_rank(use_async, tmp_path):
