@@ -15,8 +15,6 @@ from reference_plugins import ReferencePlugin
 from safetensors.torch import load_file
 from torch import nn
 
-from booster_checkpoint import ModelPart
-from booster_checkpoint.files.names import MODEL, FileNames
 from booster_checkpoint.save import in_place
 from booster_core import Booster, hookimpl
 from booster_core.errors import CheckpointError
@@ -163,23 +161,6 @@ def snapshot_fails(folder):
 def test_a_copy_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path):
     run_on_ranks(snapshot_fails, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("use_async", [False, True])
-@on_ranks(2)
-def test_a_commit_that_fails_is_an_error_on_every_rank(use_async, tmp_path):
-    io, adapter, _ = make()
-
-    def commit(files):
-        raise OSError(30, "Read-only file system")
-
-    def save():
-        part = ModelPart(adapter, FileNames(base=MODEL))
-        io.write_folder("save", tmp_path / "step", [part], use_async=use_async, commit=commit)
-        io.wait()
-
-    with pytest.raises(CheckpointError, match="The file system is read-only"):
-        save()
 
 
 SCRIPT = """

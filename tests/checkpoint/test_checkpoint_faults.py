@@ -1,9 +1,9 @@
 """What goes wrong is an error on every rank, with path and remedy in it, and nothing is lost or half-written."""
 
-import errno
 import json
 import os
 import pickle
+import re
 import struct
 import subprocess
 from pathlib import Path
@@ -15,7 +15,6 @@ from ranked import on_ranks
 from reference_plugins import ReferencePlugin
 from torch import nn
 
-from booster_checkpoint.save import in_place
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -115,47 +114,6 @@ def test_paths_and_options_that_cannot_be(action, name, options, kind, match, tm
     fails_on_every_rank(action, tmp_path / name, match, kind, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
     assert (tmp_path / "file").read_text() == "text"
-
-
-def save_over(path, *, use_async, failing_rank):
-    """Save; then save other values while writing fails on one rank; return the error and what then loads."""
-    io, adapter, model = parts(seed=0)
-    io.save_model(adapter, path, shard=True)
-    io2, other, _ = parts(seed=1)
-    real = os.pwrite
-
-    def full(descriptor, content, offset):
-        if DistCoordinator().rank == failing_rank and offset > 8:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(descriptor, content, offset)
-
-    in_place.os.pwrite = full
-    text = ""
-    try:
-        io2.save_model(other, path, shard=True, use_async=use_async)
-        io2.wait()
-    except CheckpointError as error:
-        text = str(error)
-    finally:
-        in_place.os.pwrite = real
-    return text, is_same(model, torch_values(path))
-
-
-def torch_values(path):
-    from safetensors.torch import load_file
-
-    return load_file(Path(path) / "model-00001-of-00001.safetensors")
-
-
-@pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_disk_that_is_full_on_one_rank_keeps_the_old_checkpoint(use_async, failing_rank, tmp_path):
-    path = str(tmp_path / "m")
-    for text, is_old in run_on_ranks(save_over, 2, path, use_async=use_async, failing_rank=failing_rank):
-        assert "The disk is full" in text
-        assert is_old
-    names = sorted(path.name for path in (tmp_path / "m").iterdir())
-    assert names == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
 
 
 def save_wide(path, hosts):
@@ -283,20 +241,6 @@ def test_a_malicious_pickle_is_refused_and_not_run(legacy, tmp_path, monkeypatch
     assert not (tmp_path / "hacked").exists()
 
 
-def load_other_optimizer(path, width):
-    coordinator = DistCoordinator()
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 2))
-    if width == 16:
-        model.append(nn.Linear(2, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
-    try:
-        EngineCalls().load_optimizer(ReplicatedStateAdapter(model, optimizer, coordinator), path)
-    except CheckpointError as error:
-        return str(error), optimizer.param_groups[0]["lr"], len(optimizer.state)
-    return "", 0, 0
-
-
 @pytest.mark.parametrize(
     ("width", "match"),
     [
@@ -307,9 +251,13 @@ def load_other_optimizer(path, width):
 def test_the_optimizer_of_another_model_changes_nothing(width, match, tmp_path):
     io, adapter, _ = parts()
     io.save_optimizer(adapter, tmp_path, shard=True)
-    for text, rate, num_states in run_on_ranks(load_other_optimizer, 2, str(tmp_path), width):
-        assert match in text
-        assert (rate, num_states) == (0.25, 0)
+    model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 2))
+    if width == 16:
+        model.append(nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    with pytest.raises(CheckpointError, match=re.escape(match)):
+        io.load_optimizer(ReplicatedStateAdapter(model, optimizer, DistCoordinator()), tmp_path)
+    assert (optimizer.param_groups[0]["lr"], len(optimizer.state)) == (0.25, 0)
 
 
 def test_a_model_is_no_optimizer(tmp_path):
@@ -328,19 +276,3 @@ def test_a_save_on_one_rank_only_names_the_missing_ranks(tmp_path):
         with pytest.raises(MissingRanksError, match=r"(?s)save_model.*rank 1"):
             io.save_model(adapter, path)
     assert not Path(path).exists()
-
-
-def save_what_has_no_json(path):
-    class Odd(nn.Module):
-        def get_extra_state(self):
-            return {"thing": object()}
-
-    coordinator = DistCoordinator()
-    adapter = ReplicatedStateAdapter(nn.Sequential(nn.Linear(2, 2), Odd()), None, coordinator)
-    with pytest.raises(CheckpointError, match=r"'1\._extra_state/thing' is a builtins\.object"):
-        EngineCalls().save_model(adapter, path)
-
-
-def test_extra_state_that_has_no_json_form_is_named(tmp_path):
-    run_on_ranks(save_what_has_no_json, 2, str(tmp_path / "m.safetensors"))
-    assert list(tmp_path.iterdir()) == []

@@ -111,22 +111,13 @@ def trained(kind, seed=0, **options):
     return model, optimizer
 
 
-def values(optimizer):
-    return [
-        {name: torch.as_tensor(value) for name, value in optimizer.state[parameter].items()}
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
-
-
 def assert_same_states(found, expected):
-    for ours, theirs in zip(values(found), values(expected), strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for ours, theirs in zip(found.param_groups, expected.param_groups, strict=True):
-        assert {key: value for key, value in ours.items() if key != "params"} == {
-            key: value for key, value in theirs.items() if key != "params"
-        }
+    ours, theirs = found.state_dict(), expected.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, states in theirs["state"].items():
+        assert ours["state"][number].keys() == states.keys()
+        assert all(torch.equal(torch.as_tensor(ours["state"][number][name]), states[name]) for name in states)
 
 
 @pytest.mark.parametrize(
