@@ -200,23 +200,18 @@ def test_a_url_without_a_model_or_a_storage_is_an_error_on_every_rank(url, messa
     expect_on_ranks(CheckpointError, message, load_missing, 2, url)
 
 
-def test_without_fsspec_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(CheckpointError, match=r"pip install fsspec.*booster-checkpoint\[storage\]"):
-        storage_of_driver("memory")
-
-
-def test_a_scheme_without_its_driver_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(CheckpointError, match=r"'gcs://' need a driver that is not installed: .*gcsfs"):
-        storage_of_driver("gcs")
-
-
-def test_without_obstore_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    for scheme in ("s3", "gs", "az"):
-        with pytest.raises(CheckpointError, match=rf"'{scheme}://' need obstore.*booster-checkpoint\[storage\]"):
-            storage_for(scheme)
+@pytest.mark.parametrize(
+    ("package", "function", "scheme", "match"),
+    [
+        ("fsspec", storage_of_driver, "memory", r"pip install fsspec.*booster-checkpoint\[storage\]"),
+        ("gcsfs", storage_of_driver, "gcs", r"'gcs://' need a driver that is not installed: .*gcsfs"),
+        ("obstore", storage_for, "s3", r"'s3://' need obstore.*booster-checkpoint\[storage\]"),
+    ],
+)
+def test_the_package_that_lacks_is_named(package, function, scheme, match, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(CheckpointError, match=match):
+        function(scheme)
 
 
 def test_a_hook_that_returns_no_storage_is_named():

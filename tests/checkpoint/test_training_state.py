@@ -19,7 +19,7 @@ from booster_checkpoint.storage import LocalLocation
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 
 def uninterrupted(options, steps):
@@ -118,11 +118,10 @@ def test_random_states_come_back_rank_by_rank_and_further_ranks_have_their_own(t
     assert run_on_ranks(generators_after_load, 4, str(tmp_path)) == loaded
 
 
-def save_several(root, steps, keep_last):
+def save_several(root, steps):
     run = Run()
-    for step in steps:
-        run.step = step
-        run.save(root, keep_last=keep_last)
+    for run.step in steps:
+        run.save(root)
     return sorted(path.name for path in Path(root).iterdir())
 
 
@@ -198,26 +197,22 @@ def test_what_does_not_fit_is_found_before_anything_changes(change, message, tmp
     assert others == others_after
 
 
-def test_the_latest_step_saved_again_is_replaced_after_it_is_safe(tmp_path):
-    names = run_on_ranks(save_several, 1, str(tmp_path), [1, 7, 7, 7], None)[0]
-    assert names == ["latest", "lease.json", "step-00000001", "step-00000007.2"]
-    assert (tmp_path / "latest").read_text() == "step-00000007.2\n"
-
-
-def test_an_older_step_saved_again_is_replaced_by_its_next_revision(tmp_path):
-    names = run_on_ranks(save_several, 1, str(tmp_path), [1, 7, 1], None)[0]
-    assert names == ["latest", "lease.json", "step-00000001.1", "step-00000007"]
-    assert (tmp_path / "latest").read_text() == "step-00000001.1\n"
-
-
-def load_step(root, step):
-    return Run().load(root, step=step).step
+@pytest.mark.parametrize(
+    ("steps", "names", "latest"),
+    [
+        ([1, 7, 7, 7], ["step-00000001", "step-00000007.2"], "step-00000007.2\n"),
+        ([1, 7, 1], ["step-00000001.1", "step-00000007"], "step-00000001.1\n"),
+    ],
+)
+def test_a_step_saved_again_is_replaced_by_its_next_revision(steps, names, latest, tmp_path):
+    assert save_several(tmp_path, steps) == ["latest", "lease.json", *names]
+    assert (tmp_path / "latest").read_text() == latest
 
 
 def test_without_the_file_latest_the_highest_step_is_latest(tmp_path):
-    run_on_ranks(save_several, 1, str(tmp_path), [1, 2], None)
+    save_several(tmp_path, [1, 2])
     (tmp_path / "latest").unlink()
-    assert run_on_ranks(load_step, 1, str(tmp_path), "latest") == [2]
+    assert Run().load(tmp_path).step == 2
 
 
 def test_an_empty_root_is_an_error_and_holds_no_checkpoint(tmp_path):
@@ -230,8 +225,9 @@ def test_an_empty_root_is_an_error_and_holds_no_checkpoint(tmp_path):
 
 
 def test_an_unknown_step_is_an_error_that_lists_the_others(tmp_path):
-    run_on_ranks(save_several, 1, str(tmp_path), [1, 2], None)
-    expect_on_ranks(CheckpointError, r"There is no step 5 in .* Steps there: 1, 2\.", load_step, 2, str(tmp_path), 5)
+    save_several(tmp_path, [1, 2])
+    with pytest.raises(CheckpointError, match=r"There is no step 5 in .* Steps there: 1, 2\."):
+        Run().load(tmp_path, step=5)
 
 
 def nested(depth):
@@ -334,5 +330,5 @@ def reads_of_manifests(root, hosts):
 
 
 def test_one_rank_of_each_host_reads_the_manifest(tmp_path):
-    run_on_ranks(save_several, 1, str(tmp_path), [1], None)
+    save_several(tmp_path, [1])
     assert run_on_ranks(reads_of_manifests, 3, str(tmp_path), (0, 1, 1)) == [(1, 1), (1, 1), (0, 1)]
