@@ -46,6 +46,12 @@ def tensors(model, optimizer):
     ]
 
 
+@torch.no_grad()
+def fill(values, step):
+    for tensor in values:
+        tensor.fill_(step)
+
+
 def live(rank, folder, life, use_async):
     """Save one step after the other until somebody kills this process."""
     store = dist.FileStore(str(folder / f"store-{life}"), 2)
@@ -56,9 +62,7 @@ def live(rank, folder, life, use_async):
     (folder / f"ready-{life}-{rank}").touch()
     while step < LAST:
         step += 1
-        with torch.no_grad():
-            for tensor in tensors(model, optimizer):
-                tensor.fill_(step)
+        fill(tensors(model, optimizer), step)
         booster.save_checkpoint(
             root, step=step, model=model, optimizer=optimizer, extra={"n": step}, **RULES, metric=-step % 7,
             use_async=use_async,
@@ -164,74 +168,72 @@ def die_at(number, root):
     sys.addaudithook(watch)
 
 
-def kill_at_each_operation(folder, prefix):
-    """Kill one process before each of its file operations in turn, over a save that replaces and prunes steps.
+def kill_in_turn(root, save, look_at):
+    """Kill one process before each of its file operations in turn, over a second save; print what is found after each.
 
-    With a prefix such as ``local://``, the root is a URL; what a storage does there are the same operations.
+    Args:
+        root: Where it saves.
+        save: Saves what a job holds, filled with a value.
+        look_at: Returns what is found after a kill.
     """
     found, number, is_killed = [], 0, True
     while is_killed:
         number += 1
-        root = folder / "root"
         shutil.rmtree(root, ignore_errors=True)
-        booster, model, optimizer = make(None)
-
-        def save(step, booster=booster, model=model, optimizer=optimizer, root=root):
-            with torch.no_grad():
-                for tensor in tensors(model, optimizer):
-                    tensor.fill_(step)
-            options = {"extra": {"n": step}, "keep_last": 1, "keep_best": 1, "metric": -step}
-            booster.save_checkpoint(f"{prefix}{root}", step=step, model=model, optimizer=optimizer, **options)
-
-        save(1)
+        save(make(None), 1)
         pid = os.fork()
         if pid == 0:
             try:
                 job = make(None)  # another process is another job, which takes over first
                 die_at(number, root)
-                save(2, *job)
+                save(job, 2)
                 os._exit(0)
             finally:
                 os._exit(1)
         _, status = os.waitpid(pid, 0)
         is_killed = os.WIFSIGNALED(status)
-        step, wrong = look(folder, prefix)
-        found.append({"step": step, "wrong": wrong})
+        found.append(look_at())
     print(json.dumps({"lives": found, "exit": os.WEXITSTATUS(status)}))
+
+
+def kill_at_each_operation(folder, prefix):
+    """Kill over a save that replaces and prunes steps.
+
+    With a prefix such as ``local://``, the root is a URL; what a storage does there are the same operations.
+    """
+    root = folder / "root"
+
+    def save(job, step):
+        booster, model, optimizer = job
+        fill(tensors(model, optimizer), step)
+        options = {"extra": {"n": step}, "keep_last": 1, "keep_best": 1, "metric": -step}
+        booster.save_checkpoint(f"{prefix}{root}", step=step, model=model, optimizer=optimizer, **options)
+
+    def look_at():
+        step, wrong = look(folder, prefix)
+        return {"step": step, "wrong": wrong}
+
+    kill_in_turn(root, save, look_at)
 
 
 def kill_while_a_dcp_folder_is_replaced(folder):
-    """Kill one process before each of its file operations in turn, over a save that replaces a folder of torch's."""
-    found, number, is_killed = [], 0, True
-    while is_killed:
-        number += 1
-        target = folder / "root" / "m"
-        shutil.rmtree(target.parent, ignore_errors=True)
-        booster, model, _ = make(None)
+    """Kill over a save that replaces a folder of torch's."""
+    target = folder / "root" / "m"
 
-        def save(value, booster=booster, model=model, target=target):
-            with torch.no_grad():
-                for parameter in model.unwrap().parameters():
-                    parameter.fill_(value)
-            booster.save_model(model, target, gather_dtensor=False)
+    def save(job, value):
+        booster, model, _ = job
+        fill(model.unwrap().parameters(), value)
+        booster.save_model(model, target, gather_dtensor=False)
 
-        save(1)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                die_at(number, target.parent)
-                save(2)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        _, status = os.waitpid(pid, 0)
-        is_killed = os.WIFSIGNALED(status)
+    def look_at():
+        job = booster, model, _ = make(None)
         booster.load_model(model, target)
         values = {float(value) for parameter in model.unwrap().parameters() for value in parameter.unique()}
-        save(3)
+        save(job, 3)
         left = [path.name for path in (*target.parent.iterdir(), *target.iterdir())]
-        found.append({"values": sorted(values), "left": sorted(left)})
-    print(json.dumps({"lives": found, "exit": os.WEXITSTATUS(status)}))
+        return {"values": sorted(values), "left": sorted(left)}
+
+    kill_in_turn(target.parent, save, look_at)
 
 
 if __name__ == "__main__":

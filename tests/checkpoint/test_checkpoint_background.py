@@ -15,8 +15,6 @@ from reference_plugins import ReferencePlugin
 from safetensors.torch import load_file
 from torch import nn
 
-from booster_checkpoint import ModelPart
-from booster_checkpoint.files.names import MODEL, FileNames
 from booster_checkpoint.save import in_place
 from booster_core import Booster, hookimpl
 from booster_core.errors import CheckpointError
@@ -163,62 +161,6 @@ def snapshot_fails(folder):
 def test_a_copy_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path):
     run_on_ranks(snapshot_fails, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def commit_in_background(folder):
-    io, adapter, _ = make()
-    committed = []
-    step = folder / "step"
-    part = ModelPart(adapter, FileNames(base=MODEL), max_bytes=1 << 20)
-
-    def commit(files):
-        assert all((step / file.name).stat().st_size == file.nbytes for file in files)
-        committed.extend(files)
-        step.rename(folder / "done")
-
-    texts = {f"rank{io.rank}.json": "{}"}
-    assert io.write_folder("save", step, [part], texts=texts, use_async=True, checksums=True, commit=commit) == []
-    torch.distributed.barrier()  # training goes on
-    io.wait()
-    return [(file.name, [(block.nbytes, block.checksum) for block in file.blocks]) for file in committed]
-
-
-def test_a_folder_is_committed_in_the_background_with_its_checksums(tmp_path):
-    import xxhash
-
-    results = run_on_ranks(commit_in_background, 2, tmp_path)
-    assert results[1] == [], "only rank 0 commits"
-    written = dict(results[0])
-    assert list(written) == [
-        "model-00001-of-00001.safetensors",
-        "rank0.json",
-        "rank1.json",
-        "model.safetensors.index.json",
-    ]
-    assert sorted(path.name for path in (tmp_path / "done").iterdir()) == sorted(written)
-    for name, blocks in written.items():
-        content = (tmp_path / "done" / name).read_bytes()
-        for nbytes, checksum in blocks:
-            assert xxhash.xxh3_64_hexdigest(content[:nbytes]) == checksum
-            content = content[nbytes:]
-        assert not content
-
-
-@pytest.mark.parametrize("use_async", [False, True])
-@on_ranks(2)
-def test_a_commit_that_fails_is_an_error_on_every_rank(use_async, tmp_path):
-    io, adapter, _ = make()
-
-    def commit(files):
-        raise OSError(30, "Read-only file system")
-
-    def save():
-        part = ModelPart(adapter, FileNames(base=MODEL))
-        io.write_folder("save", tmp_path / "step", [part], use_async=use_async, commit=commit)
-        io.wait()
-
-    with pytest.raises(CheckpointError, match="The file system is read-only"):
-        save()
 
 
 SCRIPT = """

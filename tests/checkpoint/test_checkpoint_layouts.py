@@ -3,27 +3,12 @@
 import itertools
 from pathlib import Path
 
-import torch
 from engine_calls import EngineCalls, on_hosts
 from matrix import matrix
-from synthetic_state import LAYOUTS, SyntheticAdapter
+from synthetic_state import LAYOUTS, TENSORS, SyntheticAdapter
 
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
-
-TENSORS = [
-    ("embed.weight", (33, 20), torch.float32),
-    ("layers.0.weight", (12, 18), torch.bfloat16),
-    ("layers.10.weight", (7, 5, 3), torch.float16),
-    ("layers.2.bias", (61,), torch.float32),
-    ("scale", (), torch.float32),
-    ("empty", (0, 4), torch.float32),
-    ("fp8", (8, 9), torch.float8_e4m3fn),
-    ("count", (), torch.int64),
-    ("mask", (11, 13), torch.bool),
-    ("bytes", (40, 40), torch.uint8),
-    ("double", (9, 4), torch.float64),
-]
 
 
 def save(folder, layout, num_hosts, use_async, suffix):

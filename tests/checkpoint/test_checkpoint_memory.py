@@ -26,7 +26,7 @@ class Model(nn.Module):
 
 
 @matrix(
-    ["one host-safetensors-converted"],
+    ["one host-safetensors-converted", "two hosts-safetensors-same-dtype"],
     hosts=named([(0, 0), (0, 1)], ["one host", "two hosts"]),
     suffix=["safetensors", "bin"],
     file_dtype=named([None, torch.bfloat16], ["same-dtype", "converted"]),

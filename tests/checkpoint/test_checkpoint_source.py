@@ -1,17 +1,22 @@
 """Which files are the checkpoint: every form is found, what wins is fixed, and what is unclear is refused."""
 
+import io
 import json
+import pickle
 import shutil
+import zipfile
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from booster_checkpoint.files import torch_file
 from booster_checkpoint.files.names import MODEL, OPTIMIZER, FileNames
 from booster_checkpoint.files.tensor_file import TensorSpec
+from booster_checkpoint.files.torch_file import load_plainly
 from booster_checkpoint.load.source import open_source
 from booster_checkpoint.save.plan import PlannedFile, split_into_files
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointDamagedError, CheckpointError
 from booster_core.state import natural_order
 
 
@@ -165,3 +170,75 @@ def test_a_view_in_a_file_of_torch_save_is_read(name, tmp_path):
                 source.read("view", box, out)
                 assert torch.equal(out, view.narrow(dim, first, last - first).reshape(-1))
         assert torch.equal(source.read_whole("after"), torch.zeros(3))
+
+
+# ---- files of torch.save that others have made
+
+
+def in_zip(path, content):
+    """Write a file as torch.save does, with a pickle of our own."""
+    torch.save({"w": torch.ones(3)}, path)
+    with zipfile.ZipFile(path) as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        for name, old in entries.items():
+            file.writestr(name, content if name.endswith("/data.pkl") else old)
+    return path
+
+
+PREFIX = b"\x80\x02}X\x01\x00\x00\x00x"
+HOSTILE = {
+    "a deep list": PREFIX + b"]" * 200_000 + b"N" + b"a" * 200_000 + b"s.",
+    "zeros": PREFIX + b"cbuiltins\nbytearray\n(\x8a\x06\x00\x00\x00\x00\x00\x01tRs.",
+    "a list in itself": PREFIX + b"]q\x00h\x00as.",
+    "cut off": pickle.dumps({"x": [1, 2, 3]}, 2)[:-3],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.timeout(30)
+def test_a_hostile_pickle_is_refused_at_once(name, tmp_path):
+    path = in_zip(tmp_path / "model.bin", HOSTILE[name])
+    with pytest.raises(CheckpointDamagedError) as caught, open_source(path, "model"):
+        pass
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_people_share_is_read(tmp_path):
+    """Lists, strings and tensors that a state holds in several places."""
+    shared, weight = ["a", (1, 2), {"b": 3.0}], torch.arange(3.0)
+    state = {"w": weight, "again": weight, "extra": [shared] * 2_000, "tuple": (shared, shared), "set": {1, 2}}
+    for legacy in (False, True):
+        torch.save(state, tmp_path / "model.bin", _use_new_zipfile_serialization=not legacy)
+        with open_source(tmp_path / "model.bin", "model") as source:
+            assert torch.equal(source.read_whole("again"), weight)
+            assert len(source.values["extra"]) == 2_000
+            assert source.values["extra"][-1] == ["a", {"$tuple": [1, 2]}, {"b": 3.0}]
+
+
+def test_values_that_have_no_form_are_named(tmp_path):
+    torch.save({"w": torch.ones(2), "extra": 1 + 2j}, tmp_path / "model.bin")
+    with pytest.raises(CheckpointDamagedError, match=r"model\.bin"), open_source(tmp_path / "model.bin", "model"):
+        pass
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["this torch", "an older torch"])
+def test_values_are_described_whichever_way_torch_does_it(is_old, monkeypatch):
+    if is_old:
+        monkeypatch.setattr(torch_file, "_tells_offsets_on_meta", lambda: False)
+    stream, matrix = io.BytesIO(), torch.arange(12.0).view(3, 4)
+    torch.save(matrix[1:], stream)
+    stream.seek(0)
+    described = load_plainly(stream, describe=True)
+    assert described.shape == (2, 4)
+    begin = torch_file.offset_of(described)
+    assert stream.getvalue()[begin : begin + 32] == matrix[1:].numpy().tobytes()
+
+
+def test_a_tensor_without_values_is_refused(tmp_path):
+    torch.save({"w": torch.empty(2, device="meta")}, tmp_path / "model.bin")
+    with (
+        pytest.raises(CheckpointDamagedError, match="not a plain tensor"),
+        open_source(tmp_path / "model.bin", "model"),
+    ):
+        pass

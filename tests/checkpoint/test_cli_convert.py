@@ -70,8 +70,7 @@ def test_every_form_becomes_every_other(source, target, training, tmp_path):
 
 @pytest.mark.parametrize(("source", "target"), [("safetensors", "dcp"), ("dcp", "safetensors")])
 def test_an_optimizer_is_converted(source, target, training, tmp_path):
-    options = {"safetensors": {"shard": True}, "dcp": {"gather_dtensor": False}}[source]
-    training.booster.save_optimizer(training.optimizer, tmp_path / "optimizer", **options)
+    training.booster.save_optimizer(training.optimizer, tmp_path / "optimizer", **FORMS[source])
     result = run(tmp_path / "optimizer", tmp_path / "optimizer-2", "--to", target)
     assert result.exit_code == 0, result.output
     before = training.tensors()
@@ -101,33 +100,6 @@ def test_other_files_of_a_folder_come_along(training, tmp_path):
         "pytorch_model-00001-of-00001.bin",
         "pytorch_model.bin.index.json",
     ]
-
-
-def test_a_folder_that_transformers_loads(training, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    from booster_testing.models import tiny_llama
-
-    model = tiny_llama()
-    training.booster.save_model(model, tmp_path / "a", shard=True)
-    assert run(tmp_path / "a", tmp_path / "b", "--to", "bin").exit_code == 0
-    assert run(tmp_path / "b", tmp_path / "c", "--to", "safetensors").exit_code == 0
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "c")
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_pieces_of_a_tensor_make_it_whole(training, tmp_path):
-    training.booster.save_model(torch.nn.Linear(33, 50), tmp_path / "a.safetensors")
-    from booster_checkpoint.tools.source_adapter import SourceAdapter
-
-    source = Source(tmp_path / "a.safetensors", "model")
-    try:
-        pieces = [*SourceAdapter(source, is_optimizer=False, piece_bytes=1000).model_shards()]
-        whole = torch.cat([piece.data.clone() for piece in pieces if piece.name == "weight"])
-        assert len(pieces) > 5
-        assert torch.equal(whole, load_file(tmp_path / "a.safetensors")["weight"])
-    finally:
-        source.close()
 
 
 @pytest.mark.parametrize(

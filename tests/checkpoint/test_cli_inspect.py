@@ -64,16 +64,6 @@ def test_a_root_goes_on_after_a_damaged_manifest(spoil, root, tmp_path):
     assert run("inspect", "--check", tmp_path / "root").exit_code == 1
 
 
-def test_a_root_of_accelerate_names_its_folders(tmp_path):
-    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ".metadata").touch()
-    (tmp_path / "random_states_0.pkl").touch()
-    result = run("inspect", tmp_path)
-    assert result.exit_code == 1
-    assert "'optimizer_0', 'pytorch_model_fsdp_0'" in result.output
-
-
 def test_json_holds_the_same(root):
     found = json.loads(run("inspect", "--json", root / "step-00000006" / "model").output)
     assert found["kind"] == "model"

@@ -59,6 +59,23 @@ def test_safetensors_header(header, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("header", "match"),
+    [
+        (entry(shape=[8], data_offsets=[0, 32]), "It is truncated or damaged"),
+        (entry(data_offsets=[8, 16]), "takes 16: damaged"),
+        ({**entry(), "b": entry(shape=[2], data_offsets=[8, 16])["a"]}, "'a' and 'b' share bytes"),
+        (entry(dtype="F7"), "has dtype F7"),
+        ({"a": {"dtype": "F32"}}, "the entry of 'a'"),
+        (b'{"a":%s,"a":%s}' % ((json.dumps(entry()["a"]).encode(),) * 2), "a name occurs twice"),
+    ],
+)
+def test_what_a_header_says_wrongly_is_named(header, match, tmp_path):
+    write_header(tmp_path / "m.safetensors", header)
+    with pytest.raises(CheckpointError, match=match):
+        Source(tmp_path / "m.safetensors", "model").close()
+
+
+@pytest.mark.parametrize(
     "content",
     [
         "{}",

@@ -9,7 +9,6 @@ import struct
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from matrix import matrix, named
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from booster_checkpoint.load.source import Source
 from booster_core.errors import CheckpointError
-from booster_core.state import decode_json, encode_json, parse_json
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # DCP's writer of torch 2.10 uses it
@@ -34,7 +32,8 @@ META = "torch.distributed.checkpoint.metadata"
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     state = {"w": torch.arange(12.0).view(3, 4), "n": 3, "deep": {"b": torch.ones(2)}}
     dcp.save(state, checkpoint_id=tmp_path / "m", no_dist=True)
     return tmp_path / "m"
@@ -44,6 +43,7 @@ def refused(folder, content, match="is damaged"):
     (folder / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=match):
         Source(folder, "model").close()
+    assert [path.name for path in folder.parent.iterdir()] == ["m"], "what it names was called"
 
 
 def name(module, qualname):
@@ -55,7 +55,6 @@ def text(value):
 
 
 PROTO = b"\x80\x02"
-STATE = b"}" + text("absolute") + b"Ns"  # {"absolute": None}
 
 
 def test_torchs_own_unpickler_does_not_read_what_dcp_writes(folder):
@@ -67,27 +66,15 @@ def test_torchs_own_unpickler_does_not_read_what_dcp_writes(folder):
 @pytest.mark.parametrize(
     "content",
     [
-        name("os", "system") + b"(" + text("true") + b"tR.",
-        name("builtins", "eval") + b"(" + text("1") + b"tR.",
+        name("os", "mkdir") + b"(" + text("made") + b"tR.",
         name("torch", "load") + b"(" + text("x") + b"tR.",
-        name("torch", "dtype") + b")R.",
-        name("torch", "nn") + STATE + b"b.",
         name("torch", "os.system") + b".",
         name("torch", "Size") + b"K\x01R.",
-        name("torch", "Size") + b"(" + text("abc") + b"tR.",
-        name("torch", "Size") + b"(K\x01K\x02K\x03tR.",
         name(META, "Metadata") + b"(K\x01tR.",
-        name(META, "Metadata") + b")\x81" + STATE + b"bb.",
         name(META, "Metadata") + b")\x81.",
-        name(META, "torch") + b".",
         name(META, "torch.load") + b"(" + text("x") + b"tR.",
         name("torch", "float32") + b")R.",
-        name("torch", "float32") + b")\x81.",
-        b"K\x01)R.",
-        b"K\x01" + STATE + b"b.",
         b"}]Ns.",  # a list as a key
-        b"(ios\nsystem\n.",
-        b"\x82\x01.",
         b"N" + b"r\xff\xff\xff\xff" + b".",
         b".",
         b"",
@@ -96,25 +83,6 @@ def test_torchs_own_unpickler_does_not_read_what_dcp_writes(folder):
 )
 def test_handwritten_pickles(content, folder):
     refused(folder, PROTO + content, "damaged|is not the table")
-
-
-@matrix(
-    ["tuples-1000", "tuples of one-1000"],
-    **{
-        "opening, closing": named(
-            [(b"]", b"a"), (b"(", b"t"), (b"N", b"\x85"), (b"}" + text("a"), b"s")],
-            ["lists", "tuples", "tuples of one", "dicts"],
-            joint=True,
-        )
-    },
-    depth=[1_000, 200_000],
-)
-def test_deep_nesting(opening, closing, depth, folder):
-    value = opening + closing * depth if opening == b"N" else opening * depth + b"N" + closing * depth
-    refused(folder, PROTO + value + b".", "damaged|is not the table")
-    refused(folder, PROTO + b"}" + value + b"Ns.", "damaged|is not the table")  # as a key
-    entry = PROTO + name(META, "Metadata") + b")\x81}(" + text("state_dict_metadata") + b"}" + text("storage_data")
-    refused(folder, entry + b"}" + text("planner_data") + b"}" + text("a") + value + b"sub.", "'a' of the table")
 
 
 def properties(**changes):
@@ -204,15 +172,3 @@ def test_random_damage(folder):
         (folder / ".metadata").write_bytes(bytes(changed))
         with contextlib.suppress(CheckpointError):
             Source(folder, "model").close()
-
-
-def test_values_nested_too_deeply():
-    deep = []
-    for _ in range(5000):
-        deep = [deep]
-    with pytest.raises(CheckpointError, match="nested too deeply"):
-        encode_json(deep, "extra")
-    with pytest.raises(CheckpointError, match="nested too deeply"):
-        decode_json(deep)
-    with pytest.raises(CheckpointError, match="is not valid JSON"):
-        parse_json(b"[" * 100_000, "a.json")

@@ -99,13 +99,6 @@ def test_drivers_of_fsspec():
     assert type(failure_of(botocore.ClientError(said, "PutObject"), url, "read")) is REFUSED
 
 
-def test_absent_is_no_answer_where_something_is_written():
-    """An upload that an earlier try has ended is not found; whether its file is there is not known."""
-    gone = FileNotFoundError("Object at location x not found: status code: 404 Not Found")
-    assert [type(failure_of(gone, "s3://b/x", verb)) for verb in ("read", "listed", "removed")] == [ABSENT] * 3
-    assert type(failure_of(gone, "s3://b/x", "written")) is SILENT
-
-
 def test_errors_of_ours_stay_as_they_are():
     for error in (CheckpointDamagedError("cut"), ConfigError("no")):
         with pytest.raises(type(error)) as found, storage_errors("s3://b/x", "read"):

@@ -8,7 +8,7 @@ whole, a run goes on from the newest of them, and what a load has changed is tol
 import pytest
 import torch
 from resumable import ResumableRun as Run
-from tests.shared.s3_server import Fault, environment, need_server
+from tests.shared.s3_server import Fault, need_server
 
 from booster_checkpoint.run.checkpoint_root import open_run
 from booster_checkpoint.run.manifest import verify_folder
@@ -31,14 +31,11 @@ FAULTS = {
 PARTLY = "partly those of this"
 
 
-@pytest.fixture
-def s3(proxy, monkeypatch):
-    proxy.reset()
-    for name, value in environment(proxy.url).items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture(autouse=True)
+def _empty_bucket(s3, monkeypatch):
     monkeypatch.setattr(obstore_storage, "_PAUSES", (0.0, 0.0))
-    yield proxy
-    proxy.reset()
+    yield
+    s3.reset()
     locate(ROOT).remove()
 
 

@@ -99,16 +99,6 @@ def test_a_rank_reads_only_files_and_ranges_of_its_stage(hub):
     assert 2 << 20 <= read["model-00003-of-00003.safetensors"] <= (2 << 20) + 2 * HEAD_BYTES
 
 
-def test_one_file_of_a_repository(hub):
-    fresh = SyntheticAdapter(TENSORS[:1], "replicated", 0, 1, states=(), is_filled=False)
-    fresh.extra = {}
-    report = EngineCalls().load_model(fresh, "hf://org/repo/other/model.safetensors", strict=False)
-    assert fresh.wrong() == []
-    assert report.loaded == ("layers.0.weight",)
-    assert set(by_file(hub.ranges)) == {"model.safetensors"}
-    assert sum(by_file(hub.ranges).values()) <= (1 << 20) + 2 * HEAD_BYTES
-
-
 def test_an_id_without_the_scheme_is_told_of(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fresh = SyntheticAdapter(TENSORS[:1], "replicated", 0, 1, states=(), is_filled=False)

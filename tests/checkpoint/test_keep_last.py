@@ -1,11 +1,12 @@
 """Old steps that cannot be removed: saves go on, half a step is never loaded, and the next save tries again."""
 
+import contextlib
 import errno
 import logging
 import os
 import shutil
-import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from folder_storage import FolderStorage
@@ -65,66 +66,42 @@ def test_step_that_cannot_be_removed_fails_no_save(use_async, busy_files, tmp_pa
     assert names_in(tmp_path) == ["latest", "lease.json", "step-00000004"]
 
 
-def test_step_that_cannot_be_renamed_stays_whole_and_is_removed_later(tmp_path, monkeypatch, caplog):
-    save(tmp_path, 1)
+@contextlib.contextmanager
+def step_that_stays(step):
+    """Let a step refuse to be renamed, and so to be removed."""
     real = Path.rename
 
     def rename(self, target):
-        if self.name == "step-00000001":
+        if self.name == f"step-{step:08}":
             raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(self))
         return real(self, target)
 
-    monkeypatch.setattr(Path, "rename", rename)
-    save(tmp_path, 2)
+    with mock.patch.object(Path, "rename", rename):
+        yield
+
+
+def test_step_that_cannot_be_renamed_stays_whole_and_is_removed_later(tmp_path, caplog):
+    save(tmp_path, 1)
+    with step_that_stays(1):
+        save(tmp_path, 2)
     assert "step-00000001' could not be removed" in caplog.text
     assert load(tmp_path) == 2
     assert load(tmp_path, 1) == 1
-    monkeypatch.setattr(Path, "rename", real)
     save(tmp_path, 3)
     assert names_in(tmp_path) == ["latest", "lease.json", "step-00000003"]
 
 
-def test_step_of_an_earlier_attempt_that_cannot_be_removed_does_not_stop_the_next(tmp_path, monkeypatch, caplog):
+def test_step_of_an_earlier_attempt_that_cannot_be_removed_does_not_stop_the_next(tmp_path, caplog):
     save(tmp_path, 1, keep_last=None)
     save(tmp_path, 2, keep_last=None)
     (tmp_path / "latest").write_text("step-00000001\n")  # the run went back, and comes to step 2 again
-    real = Path.rename
-
-    def rename(self, target):
-        if self.name == "step-00000002":
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(self))
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "rename", rename)
-    save(tmp_path, 2, keep_last=None)
+    with step_that_stays(2):
+        save(tmp_path, 2, keep_last=None)
     assert "step-00000002' could not be removed" in caplog.text
     assert (tmp_path / "latest").read_text() == "step-00000002.1\n"
     assert load(tmp_path) == 2
-    monkeypatch.setattr(Path, "rename", real)
     save(tmp_path, 3)
     assert names_in(tmp_path) == ["latest", "lease.json", "step-00000003"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file immutable")
-def test_immutable_file_in_an_old_step(tmp_path):
-    save(tmp_path, 1)
-    inner = tmp_path / "step-00000001" / "model"
-    if subprocess.run(["chattr", "+i", inner], check=False, capture_output=True).returncode:
-        pytest.skip("this file system has no immutable flag")
-    try:
-        save(tmp_path, 2)
-        save(tmp_path, 3)
-        assert load(tmp_path) == 3
-        assert [name for name in names_in(tmp_path) if not name.startswith(".")] == [
-            "latest",
-            "lease.json",
-            "step-00000003",
-        ]
-    finally:
-        for folder in tmp_path.rglob("model"):
-            subprocess.run(["chattr", "-i", folder], check=True)
-    save(tmp_path, 4)
-    assert names_in(tmp_path) == ["latest", "lease.json", "step-00000004"]
 
 
 class StubbornStorage(FolderStorage):

@@ -8,59 +8,22 @@ from pathlib import Path
 
 import pytest
 
-LIVES = 20
-
 
 def run_script(folder, *arguments, timeout=400):
     command = [sys.executable, str(Path(__file__).parent / "saver_to_kill.py"), str(folder), *arguments]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=env)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def kills(tmp_path_factory):
-    """The report of kills at random instants."""
-    return run_script(tmp_path_factory.mktemp("kills"), "11", str(LIVES))
-
-
-@pytest.mark.slow
-def test_the_latest_step_is_always_whole(kills):
-    assert len(kills["lives"]) == LIVES
-    assert [life["wrong"] for life in kills["lives"]] == [[]] * LIVES
-
-
-@pytest.mark.slow  # kills at random; those at each operation are below
-def test_no_step_is_lost_once_its_save_has_returned(kills):
-    for life in kills["lives"]:
-        assert life["step"] >= life["saved"]
-    steps = [life["step"] for life in kills["lives"]]
-    assert steps == sorted(steps)
-
-
-@pytest.mark.slow
-def test_kills_hit_saves(kills):
-    assert any(life["left"] for life in kills["lives"])
-    assert kills["lives"][-1]["step"] > 0
-
-
-@pytest.mark.slow
-def test_the_next_save_clears_away_what_kills_have_left(kills):
-    assert kills["in_the_end"] == ["latest", "lease.json", "step-01000000"]
-
-
-@pytest.mark.slow
-def test_two_hundred_kills(tmp_path):
+@pytest.mark.slow  # two hundred lives of two ranks
+def test_kills_at_random_lose_no_step_and_the_next_save_clears_away_what_they_have_left(tmp_path):
     report = run_script(tmp_path, "12", "200", timeout=3600)
     assert [life["wrong"] for life in report["lives"]] == [[]] * 200
     assert all(life["step"] >= life["saved"] for life in report["lives"])
+    steps = [life["step"] for life in report["lives"]]
+    assert steps == sorted(steps)
     assert sum(bool(life["left"]) for life in report["lives"]) > 20, "kills hit saves"
     assert report["in_the_end"] == ["latest", "lease.json", "step-01000000"]
 

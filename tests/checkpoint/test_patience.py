@@ -6,12 +6,10 @@ from unittest import mock
 
 import pytest
 from matrix import matrix
-from ranked import raises_on_ranks
 from resumable import ResumableRun as Run
 
 from booster_checkpoint.load.fill import ShardReader
 from booster_core import Booster
-from booster_core.errors import MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
 
@@ -52,15 +50,6 @@ def load_slowly(root, call):
 def test_ranks_wait_for_one_that_reads_for_long(call, tmp_path):
     run_on_ranks(save, 2, str(tmp_path))
     assert run_on_ranks(load_slowly, 2, str(tmp_path), call) == [0, 1]
-
-
-@raises_on_ranks(MissingRanksError, "meet", 2)
-def test_other_calls_keep_the_limit():
-    coordinator = DistCoordinator()
-    with mock.patch.object(DistCoordinator, "timeout_seconds", LIMIT):
-        if coordinator.rank == 1:
-            time.sleep(READ)
-        coordinator.block_all(name="meet")
 
 
 def test_a_large_checkpoint_is_waited_for_longer_and_none_for_ever():

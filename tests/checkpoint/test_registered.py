@@ -1,8 +1,6 @@
 """Objects with `state_dict` and `load_state_dict` that a user registers, and data loaders that are not ours."""
 
-import errno
 import json
-import os
 
 import pytest
 import torch
@@ -32,13 +30,6 @@ class Keeper:
 STATE = {"best": 0.25, "seen": [1, 2, (3, None)], "mean": torch.arange(6.0).view(2, 3), 7: torch.tensor(True)}
 
 
-class FullDisk(Keeper):
-    """Keeps its state in a file, for which there is no room."""
-
-    def load_state_dict(self, state):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/scratch/swap")
-
-
 def make(**registered):
     plugin = ReferencePlugin() if DistCoordinator().world_size > 1 else None
     booster, model = Booster("cpu", None, plugin), nn.Linear(2, 2)
@@ -54,18 +45,6 @@ def equal(a, b):
     if isinstance(b, dict):
         return a.keys() == b.keys() and all(equal(a[key], value) for key, value in b.items())
     return a == b
-
-
-def test_an_error_of_the_system_while_loading_speaks_of_no_write(tmp_path):
-    booster, model = make(keeper=Keeper(STATE))
-    booster.save_checkpoint(tmp_path, step=1, model=model)
-    booster, model = make(keeper=FullDisk())
-    with pytest.raises(CheckpointError) as caught:
-        booster.load_checkpoint(tmp_path, model=model)
-    assert str(caught.value) == (
-        f"load_checkpoint failed at '{tmp_path / 'step-00000001'}': No space left on device ('/scratch/swap'). The "
-        "disk is full: free some space, or use another one."
-    )
 
 
 @pytest.mark.parametrize("use_async", [False, True])
@@ -231,10 +210,10 @@ class CountingLoader(torch.utils.data.DataLoader):
         self.position = state["position"]
 
 
-def save_own_loader(root, alike=False):
+def save_own_loader(root, position):
     booster, model = make()
     loader = CountingLoader([1, 2, 3])
-    loader.position = 10 if alike else 10 + DistCoordinator().rank
+    loader.position = position or 10 + DistCoordinator().rank
     booster.save_checkpoint(root, step=1, model=model, dataloader=loader)
 
 
@@ -251,15 +230,10 @@ def load_our_loader(root):
 
 
 def test_a_loader_of_another_class_gets_its_ranks_position_back(tmp_path):
-    run_on_ranks(save_own_loader, 2, str(tmp_path))
+    run_on_ranks(save_own_loader, 2, str(tmp_path), None)
     assert run_on_ranks(load_own_loader, 2, str(tmp_path)) == [10, 11]
-    expect_on_ranks(CheckpointError, "The data loader has a state of each of 2", load_own_loader, 1, str(tmp_path))
     expect_on_ranks(CheckpointError, "of another class than Booster's", load_our_loader, 2, str(tmp_path))
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_equal_positions_of_ranks_are_refused_on_other_ranks(ranks, tmp_path):
-    """Two ranks that have read ten samples each have read twenty."""
-    run_on_ranks(save_own_loader, 2, str(tmp_path), True)
-    match = f"The data loader has a state of each of 2 ranks, and {ranks} load it"
-    expect_on_ranks(CheckpointError, match, load_own_loader, ranks, str(tmp_path))
+    run_on_ranks(save_own_loader, 2, str(tmp_path / "alike"), 10)  # each has read ten samples: together twenty
+    match = "The data loader has a state of each of 2 ranks, and 1 load it"
+    for root in (tmp_path, tmp_path / "alike"):
+        expect_on_ranks(CheckpointError, match, load_own_loader, 1, str(root))

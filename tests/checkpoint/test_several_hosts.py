@@ -3,36 +3,25 @@
 The hosts are names: ranks are told that they run on hosts of their own, and share the folder all the same.
 """
 
-import contextlib
 import errno
-import hashlib
 import itertools
-import json
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
-import xxhash
 from engine_calls import EngineCalls, on_hosts, on_hosts_with_disks_of_their_own
 from matrix import matrix
-from ranked import on_ranks
-from resumable import ResumableRun as Run
-from synthetic_state import LAYOUTS, SyntheticAdapter, value_of
-from tests.shared.fuse_mirror import mounted_mirror
+from synthetic_state import SyntheticAdapter, value_of
 
 from booster_checkpoint import ModelPart, OptimizerPart
 from booster_checkpoint.files.names import FileNames
-from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.save import in_place
 from booster_checkpoint.save.owners import OwnerWrite
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_testing import expect_on_ranks, peak_memory, run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 
 TENSORS = [
     ("embed.weight", (33, 20), torch.float32),
@@ -43,7 +32,6 @@ TENSORS = [
     ("count", (), torch.int64),
     ("nothing", (0, 4), torch.float32),
 ]
-MIB = 1 << 20
 
 
 def adapter_of(layout, **options):
@@ -55,55 +43,6 @@ def parts_of(adapter):
     """Return a model and an optimizer in many small files."""
     names = FileNames(base="model"), FileNames(base="optimizer")
     return ModelPart(adapter, names[0], max_bytes=600), OptimizerPart(adapter, names[1], max_bytes=900)
-
-
-def save_every_form(folder, layout, hosts, use_async=False, **options):
-    io = EngineCalls(bucket_bytes=1024, **options)
-    adapter, folder = adapter_of(layout), Path(folder)
-    files = []
-
-    def commit(written):
-        files.extend((file.name, [(block.nbytes, block.checksum) for block in file.blocks]) for file in written)
-
-    with on_hosts(hosts):
-        io.write_folder("save", folder / "both", parts_of(adapter), use_async=use_async, checksums=True, commit=commit)
-        io.save_model(adapter, folder / "one.safetensors", use_async=use_async)
-        io.save_model(adapter, folder / "one.bin", use_safetensors=False, use_async=use_async)
-        io.save_optimizer(adapter, folder / "optimizer.safetensors", use_async=use_async)
-        io.wait()
-    return files
-
-
-def wrong_values(folder, layout):
-    io, wrong = EngineCalls(), []
-    pairs = ("both", "both"), ("one.safetensors", "optimizer.safetensors"), ("one.bin", "optimizer.safetensors")
-    for model, optimizer in pairs:
-        adapter = adapter_of(layout, is_filled=False)
-        io.load_model(adapter, Path(folder) / model)
-        io.load_optimizer(adapter, Path(folder) / optimizer)
-        wrong += adapter.wrong()
-    return wrong
-
-
-def digests(folder):
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-@matrix(["replicated-True", "chunks-False", "stages-False"], layout=LAYOUTS, use_async=[False, True])
-def test_several_hosts_write_the_bytes_that_one_host_writes(layout, use_async, tmp_path):
-    one, several = tmp_path / "one", tmp_path / "several"
-    run_on_ranks(save_every_form, 3, str(one), layout, [0, 0, 0])
-    files = run_on_ranks(save_every_form, 3, str(several), layout, [0, 1, 1], use_async=use_async)[0]
-    assert digests(one) == digests(several)
-    assert len(files) > 6
-    for name, blocks in files:
-        content = (several / "both" / name).read_bytes()
-        for nbytes, checksum in blocks:
-            assert xxhash.xxh3_64_hexdigest(content[:nbytes]) == checksum
-            content = content[nbytes:]
-        assert not content
-    assert run_on_ranks(wrong_values, 3, str(several), layout) == [[], [], []]
 
 
 def save_extra_state_of_the_second_stage(folder, hosts):
@@ -161,22 +100,6 @@ def test_each_file_has_one_writer_and_the_hosts_share_the_files(tmp_path):
             assert ranges[0][0] == 0
             assert all(first[1] == second[0] for first, second in itertools.pairwise(ranges)), name
         assert not read & written.keys(), "checksums are those of memory"
-
-
-@on_ranks(2)
-def test_one_bucket_of_memory_is_enough(tmp_path):
-    hosts = [0, 1]
-    c = DistCoordinator()
-    tensors = [(f"t{index}", (1024, 1024), torch.float32) for index in range(12)]
-    adapter = SyntheticAdapter(tensors, "columns", c.rank, c.world_size, states=())
-    adapter.extra = {}
-    io = EngineCalls(bucket_bytes=8 * MIB)
-    with on_hosts(hosts):
-        io.save_model(adapter, tmp_path / "warm.safetensors")
-        with peak_memory() as saving:
-            io.save_model(adapter, tmp_path / "m", shard=True, size_per_shard=8)
-    peak = saving.peak_bytes
-    assert peak <= 14 * MIB
 
 
 # ---- what may go wrong
@@ -312,58 +235,3 @@ def save_staged(folder, hosts):
 def test_values_that_do_not_stay_are_copied_first(tmp_path):
     assert run_on_ranks(save_staged, 2, str(tmp_path), [0, 1]) == [0, 0], "the copy is kept"
     assert run_on_ranks(loads, 2, str(tmp_path)) == [[], []]
-
-
-def save_and_resume(root, hosts, use_async=False):
-    with on_hosts(hosts):
-        run = Run()
-        run.train(3)
-        run.save(root, use_async=use_async)
-        run.booster.wait()
-        other = Run(seed=1)
-        return other.load(root).step
-
-
-@pytest.mark.parametrize("use_async", [False, True])
-def test_training_state_of_several_hosts(use_async, tmp_path):
-    assert run_on_ranks(save_and_resume, 2, str(tmp_path / "root"), [0, 1], use_async) == [3, 3]
-    verify_folder(tmp_path / "root" / "step-00000003")
-
-
-# ---- two mounts of one export, with a page cache each
-
-
-@pytest.fixture
-def mirrors(tmp_path):
-    """Two FUSE mounts of one folder, which know as little of each other's pages as two hosts with NFS."""
-    folders = [tmp_path / name for name in ("export", "one", "other")]
-    for folder in folders:
-        folder.mkdir()
-    with contextlib.ExitStack() as stack:
-        try:
-            for point in folders[1:]:
-                stack.enter_context(mounted_mirror(folders[0], point))
-        except OSError as error:
-            pytest.skip(f"FUSE can't be mounted here: {error}")
-        yield folders
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_steps_are_whole_after_kills_on_two_hosts(mirrors, tmp_path):
-    del mirrors  # the program mounts its own; this tells whether it can
-    folder = tmp_path / "hosts"
-    folder.mkdir()
-    script = Path(__file__).with_name("hosts_to_kill.py")
-    command = [sys.executable, str(script), str(folder), "5", "20"]
-    # Its ranks are forks, which would wait for threads that only the first process has.
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["hosts"] == 2
-    for life in found["lives"]:
-        for step, wrong in life["seen"]:
-            assert not wrong, "".join(wrong)
-            assert step >= life["saved"]
-    assert found["lives"][-1]["saved"] > 0

@@ -58,27 +58,21 @@ def train_save_resume(root, use_async, base=None):
     return loaded.step, losses == expected[5:], names, loaded.path
 
 
-@matrix(["1-memory-True"], **{"world_size, scheme": [(1, "memory"), (2, "ours")]}, use_async=[False, True])
+PLACES = [(1, "memory"), (2, "ours"), (2, "file")]
+
+
+@matrix(["1-memory-True", "2-file-False"], **{"world_size, scheme": PLACES}, use_async=[False, True])
 def test_a_training_state_at_a_url(world_size, scheme, use_async, tmp_path):
-    root = f"{scheme}://run-{world_size}-{use_async}"
+    root = f"file://{tmp_path}/a run" if scheme == "file" else f"{scheme}://run-{world_size}-{use_async}"
     base = str(tmp_path) if scheme == "ours" else None
     for step, is_equal, names, path in run_on_ranks(train_save_resume, world_size, root, use_async, base):
         assert (step, is_equal, names) == (5, True, ["step-00000005"])
-        assert path == f"{root}/step-00000005"
+        assert path == (f"{root}/step-00000005" if scheme != "file" else f"{tmp_path}/a run/step-00000005")
 
 
-@pytest.mark.parametrize("use_async", [False, True])
-def test_a_storage_that_ranks_do_not_share_is_refused(use_async):
+def test_a_storage_that_ranks_do_not_share_is_refused():
     match = r"Ranks \[1\] do not see what rank 0 wrote to 'memory://alone"
-    expect_on_ranks(CheckpointError, match, train_save_resume, 2, "memory://alone", use_async)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_training_state_at_a_file_url(world_size, tmp_path):
-    root = f"file://{tmp_path}/a run"
-    for step, is_equal, _, _ in run_on_ranks(train_save_resume, world_size, root, False):
-        assert (step, is_equal) == (5, True)
-    assert (tmp_path / "a run" / "latest").read_text() == "step-00000005\n"
+    expect_on_ranks(CheckpointError, match, train_save_resume, 2, "memory://alone", True)
 
 
 def save_and_load_model(base, folder=None, use_async=False):
@@ -105,15 +99,11 @@ def save_and_load_model(base, folder=None, use_async=False):
     ema.load(f"{base}/ema")
 
 
-@matrix(["1-memory-True"], **{"world_size, scheme": [(1, "memory"), (2, "ours")]}, use_async=[False, True])
-def test_models_and_optimizers_at_a_url(world_size, scheme, use_async, tmp_path, monkeypatch):
+@matrix(["1-memory-True", "2-file-False"], **{"world_size, scheme": PLACES}, use_async=[False, True])
+def test_models_and_optimizers_at_a_url(world_size, scheme, use_async, tmp_path):
     folder = str(tmp_path) if scheme == "ours" else None
-    run_on_ranks(save_and_load_model, world_size, f"{scheme}://parts-{use_async}", folder, use_async)
-
-
-def test_models_and_optimizers_at_a_file_url(tmp_path):
-    run_on_ranks(save_and_load_model, 2, f"file://{tmp_path}")
-    assert (tmp_path / "folder" / "model.safetensors.index.json").is_file()
+    base = f"file://{tmp_path}" if scheme == "file" else f"{scheme}://parts-{use_async}"
+    run_on_ranks(save_and_load_model, world_size, base, folder, use_async)
 
 
 def test_a_hook_brings_a_storage_and_the_index_and_manifest_come_last(ours):
@@ -199,33 +189,29 @@ def load_missing(url):
     run.booster.load_model(run.model, url)
 
 
-def test_nothing_at_a_url_is_an_error_on_every_rank():
-    expect_on_ranks(
-        CheckpointError, "There is no model checkpoint at 'memory://none'", load_missing, 2, "memory://none"
-    )
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("memory://none", "There is no model checkpoint at 'memory://none'"),
+        ("nope://a/b", "No storage is known for 'nope://'"),
+    ],
+)
+def test_a_url_without_a_model_or_a_storage_is_an_error_on_every_rank(url, message):
+    expect_on_ranks(CheckpointError, message, load_missing, 2, url)
 
 
-def test_an_unknown_scheme_is_an_error_on_every_rank():
-    expect_on_ranks(CheckpointError, "No storage is known for 'nope://'", load_missing, 2, "nope://a/b")
-
-
-def test_without_fsspec_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(CheckpointError, match=r"pip install fsspec.*booster-checkpoint\[storage\]"):
-        storage_of_driver("memory")
-
-
-def test_a_scheme_without_its_driver_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(CheckpointError, match=r"'gcs://' need a driver that is not installed: .*gcsfs"):
-        storage_of_driver("gcs")
-
-
-def test_without_obstore_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    for scheme in ("s3", "gs", "az"):
-        with pytest.raises(CheckpointError, match=rf"'{scheme}://' need obstore.*booster-checkpoint\[storage\]"):
-            storage_for(scheme)
+@pytest.mark.parametrize(
+    ("package", "function", "scheme", "match"),
+    [
+        ("fsspec", storage_of_driver, "memory", r"pip install fsspec.*booster-checkpoint\[storage\]"),
+        ("gcsfs", storage_of_driver, "gcs", r"'gcs://' need a driver that is not installed: .*gcsfs"),
+        ("obstore", storage_for, "s3", r"'s3://' need obstore.*booster-checkpoint\[storage\]"),
+    ],
+)
+def test_the_package_that_lacks_is_named(package, function, scheme, match, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(CheckpointError, match=match):
+        function(scheme)
 
 
 def test_a_hook_that_returns_no_storage_is_named():
@@ -352,23 +338,6 @@ def test_names_below_a_path_at_a_url(ours):
 # ---- the command line
 
 
-def test_commands_take_urls(tmp_path):
-    run = Run()
-    run.step = 3
-    run.save(f"file://{tmp_path}/run")
-    commands = CliRunner()
-    for root in (f"file://{tmp_path}/run",):
-        assert "step-00000003" in commands.invoke(main, ["inspect", root]).output
-        assert "whole" in commands.invoke(main, ["inspect", "--check", f"{root}/step-00000003"]).output
-        target = f"file://{tmp_path}/converted"
-        done = commands.invoke(main, ["convert", f"{root}/step-00000003/model", target, "--to", "bin"])
-        assert done.exit_code == 0, done.output
-    assert (tmp_path / "converted" / "pytorch_model.bin.index.json").is_file()
-    done = commands.invoke(main, ["inspect", "--check", "nope://x"])
-    assert done.exit_code == 1
-    assert "No storage is known for 'nope://'" in done.output
-
-
 def test_commands_at_a_storage(ours):
     run = Run()
     run.step = 3
@@ -389,6 +358,9 @@ def test_commands_at_a_storage(ours):
     done = commands.invoke(main, ["convert", "ours://run/step-00000003/model", "ours://there", "--to", "dcp"])
     assert done.exit_code == 1
     assert "upload it" in done.output
+    done = commands.invoke(main, ["inspect", "--check", "nope://x"])
+    assert done.exit_code == 1
+    assert "No storage is known for 'nope://'" in done.output
     path = ours.base / "run/step-00000003/model/model-00001-of-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     done = commands.invoke(main, ["inspect", "--check", "ours://run"])

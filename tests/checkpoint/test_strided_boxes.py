@@ -137,21 +137,16 @@ def test_a_file_that_is_cut_off_while_it_is_open_is_damaged(path):
             file.read_box(0, (10, 100), 1, ((0, 10), (10, 20)), torch.empty(100, dtype=torch.uint8))
 
 
+AT_7 = "file' cannot be read at byte 7: "
+
+
 @pytest.mark.parametrize(
     ("code", "kind", "message"),
     [
-        (errno.EIO, CheckpointUnreadableError, r"file' cannot be read at byte 7: Input/output error\. The disk"),
-        (
-            errno.EACCES,
-            CheckpointUnreadableError,
-            r"file' cannot be read at byte 7: Permission denied\. Check its owner",
-        ),
-        (
-            errno.ESTALE,
-            CheckpointUnreadableError,
-            r"file' cannot be read at byte 7: Stale file handle\. Its .*load it again",
-        ),
-        (errno.EINVAL, CheckpointUnreadableError, r"file' cannot be read at byte 7: Invalid argument\.$"),
+        (errno.EIO, CheckpointUnreadableError, rf"{AT_7}Input/output error\. The disk"),
+        (errno.EACCES, CheckpointUnreadableError, rf"{AT_7}Permission denied\. Check its owner"),
+        (errno.ESTALE, CheckpointUnreadableError, rf"{AT_7}Stale file handle\. Its .*load it again"),
+        (errno.EINVAL, CheckpointUnreadableError, rf"{AT_7}Invalid argument\.$"),
         (errno.ENOENT, CheckpointAbsentError, r"There is no '.*file'"),
         (errno.ENOTDIR, CheckpointAbsentError, r"There is no '.*file'"),
     ],

@@ -1,7 +1,6 @@
 """A run that is stopped and resumed equals one that was never stopped."""
 
 import gc
-import json
 import random
 from pathlib import Path
 from unittest import mock
@@ -20,7 +19,7 @@ from booster_checkpoint.storage import LocalLocation
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 
 def uninterrupted(options, steps):
@@ -96,15 +95,12 @@ def draw():
 
 
 def generators(root):
-    run = Run(seed=3)
-    c = DistCoordinator()
-    run.save(root)
-    return c.rank, draw()
+    Run(seed=3).save(root)
+    return draw()
 
 
 def generators_after_load(root):
-    run = Run(seed=4)
-    run.load(root)
+    Run(seed=4).load(root)
     return draw()
 
 
@@ -113,46 +109,20 @@ def all_differ(drawn):
     return all(len(set(values)) == len(drawn) for values in zip(*drawn, strict=True))
 
 
-@pytest.mark.parametrize("after", [2, 4])
-def test_random_states_come_back_rank_by_rank_and_further_ranks_have_their_own(after, tmp_path):
-    drawn = [values for _, values in run_on_ranks(generators, 2, str(tmp_path))]
+def test_random_states_come_back_rank_by_rank_and_further_ranks_have_their_own(tmp_path):
+    drawn = run_on_ranks(generators, 2, str(tmp_path))
     assert all_differ(drawn)
-    loaded = run_on_ranks(generators_after_load, after, str(tmp_path))
+    loaded = run_on_ranks(generators_after_load, 4, str(tmp_path))
     assert loaded[:2] == drawn
     assert all_differ(loaded)
-    assert run_on_ranks(generators_after_load, after, str(tmp_path)) == loaded
+    assert run_on_ranks(generators_after_load, 4, str(tmp_path)) == loaded
 
 
-def save_several(root, steps, keep_last):
+def save_several(root, steps):
     run = Run()
-    for step in steps:
-        run.step = step
-        run.save(root, keep_last=keep_last)
+    for run.step in steps:
+        run.save(root)
     return sorted(path.name for path in Path(root).iterdir())
-
-
-def test_layout_of_a_root(tmp_path):
-    run_on_ranks(save_several, 2, str(tmp_path), [100], None)
-    step = tmp_path / "step-00000100"
-    assert (tmp_path / "latest").read_text() == "step-00000100\n"
-    assert sorted(path.relative_to(step).as_posix() for path in step.rglob("*")) == [
-        "manifest.json",
-        "model",
-        "model/model-00001-of-00001.safetensors",
-        "model/model.safetensors.index.json",
-        "optimizer",
-        "optimizer/optimizer-00001-of-00001.safetensors",
-        "optimizer/optimizer.safetensors.index.json",
-        "optimizer/param_groups.json",
-        "training_state.json",
-        "training_state.safetensors",
-    ]
-    manifest = json.loads((step / "manifest.json").read_text())
-    assert manifest["world_size"] == 2
-    assert manifest["plugin"]["name"] == "reference"
-    assert manifest["written_by"]["torch"] == torch.__version__
-    files = (path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
-    assert sorted(manifest["files"]) == sorted(set(files) - {"manifest.json"})
 
 
 def test_two_models_do_not_replace_each_other_at_one_step(tmp_path):
@@ -227,93 +197,60 @@ def test_what_does_not_fit_is_found_before_anything_changes(change, message, tmp
     assert others == others_after
 
 
-def test_keep_last_removes_older_steps(tmp_path):
-    names = run_on_ranks(save_several, 1, str(tmp_path), [1, 2, 3, 4], 2)[0]
-    assert names == ["latest", "lease.json", "step-00000003", "step-00000004"]
-
-
-def test_keep_last_leaves_steps_of_a_run_that_went_back(tmp_path):
-    run_on_ranks(save_several, 1, str(tmp_path), [1, 2, 30], None)
-    names = run_on_ranks(save_several, 1, str(tmp_path), [3], 1)[0]
-    assert names == ["latest", "lease.json", "step-00000003", "step-00000030"]
-    assert (tmp_path / "latest").read_text() == "step-00000003\n"
-
-
-def test_the_latest_step_saved_again_is_replaced_after_it_is_safe(tmp_path):
-    names = run_on_ranks(save_several, 1, str(tmp_path), [1, 7, 7, 7], None)[0]
-    assert names == ["latest", "lease.json", "step-00000001", "step-00000007.2"]
-    assert (tmp_path / "latest").read_text() == "step-00000007.2\n"
-
-
-def test_an_older_step_saved_again_is_replaced_by_its_next_revision(tmp_path):
-    names = run_on_ranks(save_several, 1, str(tmp_path), [1, 7, 1], None)[0]
-    assert names == ["latest", "lease.json", "step-00000001.1", "step-00000007"]
-    assert (tmp_path / "latest").read_text() == "step-00000001.1\n"
-
-
-def load_step(root, step):
-    run = Run()
-    return run.load(root, step=step).step
-
-
-def test_a_step_is_loaded_by_number(tmp_path):
-    run_on_ranks(save_several, 2, str(tmp_path), [1, 2, 3], None)
-    assert run_on_ranks(load_step, 2, str(tmp_path), 2) == [2, 2]
+@pytest.mark.parametrize(
+    ("steps", "names", "latest"),
+    [
+        ([1, 7, 7, 7], ["step-00000001", "step-00000007.2"], "step-00000007.2\n"),
+        ([1, 7, 1], ["step-00000001.1", "step-00000007"], "step-00000001.1\n"),
+    ],
+)
+def test_a_step_saved_again_is_replaced_by_its_next_revision(steps, names, latest, tmp_path):
+    assert save_several(tmp_path, steps) == ["latest", "lease.json", *names]
+    assert (tmp_path / "latest").read_text() == latest
 
 
 def test_without_the_file_latest_the_highest_step_is_latest(tmp_path):
-    run_on_ranks(save_several, 1, str(tmp_path), [1, 2], None)
+    save_several(tmp_path, [1, 2])
     (tmp_path / "latest").unlink()
-    assert run_on_ranks(load_step, 1, str(tmp_path), "latest") == [2]
+    assert Run().load(tmp_path).step == 2
 
 
-def ask(root):
-    return Run().booster.has_checkpoint(root)
-
-
-def test_has_checkpoint(tmp_path):
-    assert run_on_ranks(ask, 2, str(tmp_path / "none")) == [False, False]
-    run_on_ranks(save_several, 1, str(tmp_path / "some"), [1], None)
-    assert run_on_ranks(ask, 2, str(tmp_path / "some")) == [True, True]
-
-
-def test_an_empty_root_is_an_error_on_every_rank(tmp_path):
-    expect_on_ranks(
-        CheckpointError, "There is no checkpoint in .*has_checkpoint", load_step, 2, str(tmp_path), "latest"
-    )
+def test_an_empty_root_is_an_error_and_holds_no_checkpoint(tmp_path):
+    run = Run()
+    assert not run.booster.has_checkpoint(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint in .*has_checkpoint"):
+        run.load(tmp_path)
+    run.save(tmp_path)
+    assert run.booster.has_checkpoint(tmp_path)
 
 
 def test_an_unknown_step_is_an_error_that_lists_the_others(tmp_path):
-    run_on_ranks(save_several, 1, str(tmp_path), [1, 2], None)
-    expect_on_ranks(CheckpointError, r"There is no step 5 in .* Steps there: 1, 2\.", load_step, 2, str(tmp_path), 5)
+    save_several(tmp_path, [1, 2])
+    with pytest.raises(CheckpointError, match=r"There is no step 5 in .* Steps there: 1, 2\."):
+        Run().load(tmp_path, step=5)
 
 
-def save_with(root, options):
-    Run().save(root, **options)
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 @pytest.mark.parametrize(
-    ("extra", "path"),
+    ("extra", "message"),
     [
-        ({"a": [1, object()]}, "extra/a/1"),
-        ({"model": torch.nn.Linear(1, 1)}, "extra/model"),
-        ({"f": len}, "extra/f"),
-        ({"array": np.zeros(2)}, "extra/array"),
-        ({"t": torch.empty(2, device="meta")}, "extra/t"),
+        ({"a": [1, object()]}, "'extra/a/1' is "),
+        ({"model": torch.nn.Linear(1, 1)}, "'extra/model' is "),
+        ({"array": np.zeros(2)}, "'extra/array' is "),
+        ({"t": torch.empty(2, device="meta")}, "'extra/t' is "),
+        ({"deep": nested(5000)}, "nested too deeply"),
     ],
-    ids=["object", "module", "function", "array", "meta"],
+    ids=["object", "module", "array", "meta", "deep"],
 )
-def test_extra_that_is_no_json_is_refused_by_its_path(extra, path, tmp_path):
-    expect_on_ranks(CheckpointError, f"'{path}' is ", save_with, 2, str(tmp_path / "run"), {"extra": extra})
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"keep_last": 0}, "`keep_last=0`"), ({"size_per_shard": 0}, "`size_per_shard=0`")],
-)
-def test_numbers_out_of_range_are_refused(options, message, tmp_path):
-    expect_on_ranks(ConfigError, message, save_with, 2, str(tmp_path / "run"), options)
+def test_extra_that_is_no_json_is_refused_by_its_path(extra, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        Run().save(tmp_path / "run", extra=extra)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -334,22 +271,11 @@ def test_ranks_that_disagree_about_the_scheduler_are_told(tmp_path):
     run.save(root)
 
 
-@raises_on_ranks(CheckpointError, "`DataLoader`, which cannot tell its position", 2)
 def test_a_loader_without_a_position_is_refused(tmp_path):
-    root = str(tmp_path)
     run = Run()
     run.loader = torch.utils.data.DataLoader([1, 2, 3])
-    run.save(root)
-
-
-def save_model_only(root):
-    run = Run()
-    run.booster.save_checkpoint(root, step=1, model=run.model)
-
-
-def load_kinds(root, kinds):
-    run = Run()
-    run.booster.load_checkpoint(root, model=run.model, **{kind: run.objects()[kind] for kind in kinds})
+    with pytest.raises(CheckpointError, match="`DataLoader`, which cannot tell its position"):
+        run.save(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -361,26 +287,33 @@ def load_kinds(root, kinds):
     ],
 )
 def test_what_was_not_saved_is_not_loaded(kind, message, tmp_path):
-    run_on_ranks(save_model_only, 1, str(tmp_path))
-    run_on_ranks(load_kinds, 1, str(tmp_path), [])
-    expect_on_ranks(CheckpointError, message, load_kinds, 2, str(tmp_path), [kind])
+    run = Run()
+    run.booster.save_checkpoint(tmp_path, step=1, model=run.model)
+    run.booster.load_checkpoint(tmp_path, model=run.model)
+    with pytest.raises(CheckpointError, match=message):
+        run.booster.load_checkpoint(tmp_path, model=run.model, **{kind: run.objects()[kind]})
 
 
-def save_without_a_shared_disk(root, use_async):
+def save_without_a_shared_disk(root):
     run = Run()
     run.train(3)
     with on_hosts_with_disks_of_their_own([0, 1]):
-        run.save(root, use_async=use_async)
+        run.save(root, use_async=True)
         run.booster.wait()
     return run.tensors()
 
 
-@pytest.mark.parametrize("use_async", [False, True])
-def test_rank_0_writes_for_ranks_that_do_not_share_its_disk(use_async, tmp_path):
-    saved = run_on_ranks(save_without_a_shared_disk, 2, str(tmp_path), use_async)
+def test_rank_0_writes_for_ranks_that_do_not_share_its_disk(tmp_path):
+    saved = run_on_ranks(save_without_a_shared_disk, 2, str(tmp_path))
     verify_folder(tmp_path / "step-00000003")
-    for _, _, tensors, _ in run_on_ranks(resume_plainly, 2, str(tmp_path)):
+    for tensors in run_on_ranks(tensors_after_load, 2, str(tmp_path)):
         assert all(torch.equal(tensors[name], saved[0][name]) for name in tensors)
+
+
+def tensors_after_load(root):
+    run = Run(seed=9)
+    run.load(root)
+    return run.tensors()
 
 
 def reads_of_manifests(root, hosts):
@@ -396,13 +329,6 @@ def reads_of_manifests(root, hosts):
     return read.count("manifest.json"), run.step
 
 
-@pytest.mark.parametrize(("hosts", "readers"), [((0, 0, 0), [1, 0, 0]), ((0, 1, 1), [1, 1, 0]), ((0, 1, 0), [1, 1, 0])])
-def test_one_rank_of_each_host_reads_the_manifest(hosts, readers, tmp_path):
-    run_on_ranks(save_several, 1, str(tmp_path), [1], None)
-    assert run_on_ranks(reads_of_manifests, 3, str(tmp_path), hosts) == [(count, 1) for count in readers]
-
-
-def resume_plainly(root):
-    run = Run(seed=9)
-    loaded = run.load(root)
-    return loaded.step, loaded.extra, run.tensors(), run.loader.state_dict()
+def test_one_rank_of_each_host_reads_the_manifest(tmp_path):
+    save_several(tmp_path, [1])
+    assert run_on_ranks(reads_of_manifests, 3, str(tmp_path), (0, 1, 1)) == [(1, 1), (1, 1), (0, 1)]

@@ -18,7 +18,7 @@ from adapted_models import Replicas
 from engine_calls import EngineCalls
 from folder_storage import FolderStorage, StorageHooks
 from resumable import NumberedSamples
-from synthetic_state import SyntheticAdapter, value_of
+from synthetic_state import TENSORS, SyntheticAdapter, value_of
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -29,19 +29,6 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import as_bytes
 from booster_testing.models import tiny_llama
 
-TENSORS = [
-    ("embed.weight", (33, 20), torch.float32),
-    ("layers.0.weight", (12, 18), torch.bfloat16),
-    ("layers.10.weight", (7, 5, 3), torch.float16),
-    ("layers.2.bias", (61,), torch.float32),
-    ("scale", (), torch.float32),
-    ("empty", (0, 4), torch.float32),
-    ("fp8", (8, 9), torch.float8_e4m3fn),
-    ("count", (), torch.int64),
-    ("mask", (11, 13), torch.bool),
-    ("bytes", (40, 40), torch.uint8),
-    ("double", (9, 4), torch.float64),
-]
 WIDE = [("wide", (700, 500), torch.float32), ("narrow", (600, 300), torch.float32)]
 """More than one file of a MiB, for ``size_per_shard=1``."""
 STEP = "run/step-00000005"
@@ -147,26 +134,17 @@ def save_layout(base, layout, hosts=None, use_async=False):
         io_of_wide.close()
 
 
-def save_layout_at_url(base, layout, hosts=None, use_async=False):
-    """Save as `save_layout` does, at URLs whose storage keeps files below a folder.
+def save_at_url(base, function, *args):
+    """Save as a function of this module does, at URLs whose storage keeps files below a folder.
 
     Collective: every rank.
     """
-    with own_urls(base):
-        save_layout("ours://at", layout, hosts, use_async)
-
-
-class own_urls:  # noqa: N801 - a context manager
-    """URLs that begin with ``ours://`` name files below a folder in the body."""
-
-    def __init__(self, base):
-        self._hooks = StorageHooks(FolderStorage(base))
-
-    def __enter__(self):
-        register_hooks(self._hooks)
-
-    def __exit__(self, *_):
-        unregister_hooks(self._hooks)
+    hooks = StorageHooks(FolderStorage(base))
+    register_hooks(hooks)
+    try:
+        globals()[function]("ours://at", *args)
+    finally:
+        unregister_hooks(hooks)
 
 
 def boosted(plugin, module, *, has_states=True):
@@ -233,15 +211,6 @@ def save_run(base, hosts=None, use_async=False):
         booster.save_lr_scheduler(scheduler, f"{base}/scheduler.json")
         average.save(f"{base}/average", shard=True, use_async=use_async)
         booster.wait()
-
-
-def save_run_at_url(base, hosts=None, use_async=False):
-    """Save as `save_run` does, at URLs whose storage keeps files below a folder.
-
-    Collective: every rank.
-    """
-    with own_urls(base):
-        save_run("ours://at", hosts, use_async)
 
 
 def language_model():

@@ -28,9 +28,8 @@ class Fault:
     Args:
         method: As in ``"PUT"``; ``""`` for any.
         text: A part of the path and query.
-        kind: A status such as ``"500"``, ``"cut request"`` (half of its body is read), ``"cut answer"`` (half of it is
-            sent), ``"lost answer"`` (the server has done it, and the connection is cut) or ``"late"`` (its body is read
-            0.3 s later).
+        kind: A status such as ``"500"``, ``"cut request"`` (half of its body is read), ``"lost answer"`` (the server
+            has done it, and the connection is cut) or ``"late"`` (its body is read 0.3 s later).
         times: How many requests it happens to.
         after: How many such requests pass before.
     """
@@ -49,7 +48,6 @@ class Proxy:
     Args:
         port: The server's.
         latency: Seconds before each answer.
-        headers: Put in place of a request's own.
 
     Attributes:
         url: Where it listens.
@@ -61,7 +59,6 @@ class Proxy:
 
     port: int
     latency: float = 0.0
-    headers: dict = field(default_factory=dict)
     faults: list = field(default_factory=list)
     requests: list = field(default_factory=list)
     spans: list = field(default_factory=list)
@@ -165,7 +162,7 @@ class Proxy:
         else:
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
             headers = {name: value for name, value in handler.headers.items() if name.lower() not in _HOP_HEADERS}
-            connection.request(handler.command, handler.path, body, headers | self.headers)
+            connection.request(handler.command, handler.path, body, headers)
             answer = connection.getresponse()
             content, status = answer.read(), answer.status
             headers = [item for item in answer.getheaders() if item[0].lower() not in _HOP_HEADERS]
@@ -180,15 +177,8 @@ class Proxy:
         told = length_told if handler.command == "HEAD" and not is_status else str(len(content))
         handler.send_header("Content-Length", told or "0")
         handler.end_headers()
-        if handler.command == "HEAD":
-            return
-        if kind == "cut answer":
-            handler.wfile.write(content[: len(content) // 2])
-            handler.wfile.flush()
-            handler.close_connection = True
-            handler.connection.shutdown(socket.SHUT_RDWR)
-            return
-        handler.wfile.write(content)
+        if handler.command != "HEAD":
+            handler.wfile.write(content)
 
 
 def cut(handler):

@@ -27,6 +27,22 @@ LAYOUTS = ("replicated", "flat", "chunks", "columns", "fused_rows", "stages", "c
 tensor parallel columns; a fused weight's three row blocks; pipeline stages; tensor parallel with ZeRO inside."""
 
 
+TENSORS = [
+    ("embed.weight", (33, 20), torch.float32),
+    ("layers.0.weight", (12, 18), torch.bfloat16),
+    ("layers.10.weight", (7, 5, 3), torch.float16),
+    ("layers.2.bias", (61,), torch.float32),
+    ("scale", (), torch.float32),
+    ("empty", (0, 4), torch.float32),
+    ("fp8", (8, 9), torch.float8_e4m3fn),
+    ("count", (), torch.int64),
+    ("mask", (11, 13), torch.bool),
+    ("bytes", (40, 40), torch.uint8),
+    ("double", (9, 4), torch.float64),
+]
+"""Tensors of every kind: without dimensions or elements, and in formats of each width."""
+
+
 def value_of(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return the values of the tensor with a name."""
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))

@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from faulty_plugins.gradients import SumsGradients
+from faulty_plugins import FAULTY
 from reference_plugins import ReferencePlugin
 
 from booster_testing import PluginConformance, functions
@@ -27,4 +27,4 @@ def test_every_test_of_the_class_is_a_function():
 
 def test_a_fault_is_found_by_the_function_and_told_first():
     with pytest.raises(AssertionError, match=r"summed .*, not averaged"):
-        functions.test_equals_one_process(plugin=SumsGradients, optimizer="sgd")
+        functions.test_equals_one_process(plugin=FAULTY["SumsGradients"], optimizer="sgd")

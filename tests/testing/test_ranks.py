@@ -127,7 +127,7 @@ def test_exception_has_its_rank_and_traceback():
 
 
 def _fail_alike():
-    msg = "on all"
+    msg = "only here"
     raise ValueError(msg)
 
 
@@ -263,29 +263,18 @@ def _group_through_its_store():
     return count, id(dist.group.WORLD)
 
 
-def _fails_on_the_last():
-    if dist.get_rank() == 1:
-        msg = "only here"
-        raise ValueError(msg)
-
-
 def test_an_open_group_is_opened_again_after_an_error_a_death_and_a_call_on_others():
     with open_ranks(2) as opened:
         with pytest.raises(RankError, match="only here"):
-            opened.call(_fails_on_the_last)
+            opened.call(_fail_on, 1, "only here")
         assert [count for count, _ in opened.call(_group_through_its_store)] == [1, 1]
-        opened.expect(ValueError, "only here", _raise_everywhere)
+        opened.expect(ValueError, "only here", _fail_alike)
         assert [count for count, _ in opened.call(_group_through_its_store)] == [1, 1]
         with pytest.raises(RankDiedError):
             opened.call(_ends)
         assert [count for count, _ in opened.call(_group_through_its_store)] == [1, 1]
         assert len(run_on_ranks(_group_through_its_store, 3)) == 3
         assert [count for count, _ in opened.call(_group_through_its_store)] == [1, 1]
-
-
-def _raise_everywhere():
-    msg = "only here"
-    raise ValueError(msg)
 
 
 def _random():
@@ -296,13 +285,9 @@ def _ends():
     os._exit(3)
 
 
-def _leaves_a_thread():
-    threading.Thread(target=time.sleep, args=(60,)).start()
-
-
 def test_what_calls_on_an_open_group_leave_behind_is_told_when_it_closes():
     opened = ranks.Ranks(2)
-    opened.call(_leaves_a_thread)
+    opened.call(_leave_thread)
     assert len(opened.call(_random)) == 2
-    with pytest.raises(RankError, match="The calls left behind on rank 0: thread"):
+    with pytest.raises(RankError, match="The calls left behind on rank 0: thread 'forgotten'"):
         opened.close()

@@ -85,17 +85,6 @@ def test_settings_of_all_plugins_but_broken_ones_are_compared():
         candidates.candidates(4, ["broken"])
 
 
-def test_the_setting_that_fits_is_printed_as_code(run):
-    done = run(*SIZES, "1GiB", "--precision", "bf16")
-    assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[-1] == "booster = Booster(plugin=\"configurable\", mixed_precision='bf16')"
-    assert "not planned: configurable(level=4): `level=4` is not 0 or 1." in done.stdout
-    told = [line.split(" ", 1) for line in done.stderr.splitlines() if line[:1].isdigit()]
-    assert [place for place, _ in told] == ["1/4", "2/4", "3/4", "4/4"]
-    settings = ["configurable()", "configurable(level=1)", "configurable(level=4)", "reference()"]
-    assert sorted(name for _, name in told) == settings  # in the order in which two processes are done
-
-
 def test_nothing_that_fits_is_an_exit_status(run):
     done = run(*SIZES, "1MiB", "--plugin", "reference")
     assert (done.exit_code, "No setting fits." in done.stdout) == (1, True)

@@ -55,21 +55,6 @@ def predict(make, world_size, rank=0, plugin_class=ReferencePlugin, **options):
     return simulate(training(make, **options), plugin_class(), world_size, rank)
 
 
-def measured(mixed_precision):
-    return measure(training(mixed_precision=mixed_precision), ReferencePlugin())
-
-
-@pytest.mark.parametrize("mixed_precision", [pytest.param(None, marks=pytest.mark.slow), "bf16"])
-def test_predictions_are_what_ranks_hold_and_send(mixed_precision):
-    found, _ = run_on_ranks(measured, 2, mixed_precision)
-    predicted = predict(build, 2, mixed_precision=mixed_precision)
-    assert predicted.traffic == found.traffic
-    assert predicted.flops == found.flops
-    assert predicted.state_bytes == pytest.approx(found.state_bytes, rel=0.01)
-    assert predicted.other_bytes == pytest.approx(found.other_bytes, rel=0.01, abs=1 << 16)
-    assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)
-
-
 def test_predictions_are_those_of_arithmetic():
     found = predict(build, 4, rank=3)
     assert (found.world_size, found.rank) == (4, 3)

@@ -59,15 +59,6 @@ def test_each_step_has_a_line_with_its_metrics(tmp_path):
     assert all(row["lr"] == 0.5 and row["seconds"] > 0 and row["grad_norm"] > 0 for row in rows[1:])
 
 
-def test_values_are_those_of_the_moment_they_were_logged(tmp_path):
-    _, _, optimizer = boosted()
-    value = torch.tensor(1.0)
-    with track(optimizer, JsonLines(tmp_path / "a.jsonl")) as run:
-        run.log(value=value)
-        value.fill_(2.0)
-    assert read_json_lines(tmp_path / "a.jsonl") == [{"step": 0, "value": 1.0}]
-
-
 def test_loss_scale_and_skipped_steps_are_tracked(tmp_path):
     booster, model, optimizer = boosted(mixed_precision="fp16")
     with track(optimizer, JsonLines(tmp_path / "a.jsonl")) as run:
@@ -106,14 +97,16 @@ def test_nothing_is_kept_where_a_resumed_run_replaces_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_values_that_are_not_finite_survive(tmp_path):
+def test_values_are_those_of_the_moment_they_were_logged_and_need_not_be_finite(tmp_path):
     _, _, optimizer = boosted()
+    value = torch.tensor(1.0)
     with track(optimizer, JsonLines(tmp_path / "a.jsonl")) as run:
-        run.log(a=math.nan, b=math.inf, c=-math.inf)
+        run.log(a=math.nan, b=math.inf, c=-math.inf, value=value)
+        value.fill_(2.0)
     json.loads((tmp_path / "a.jsonl").read_text(), parse_constant=pytest.fail)
     (row,) = read_json_lines(tmp_path / "a.jsonl")
     assert math.isnan(row["a"])
-    assert (row["b"], row["c"]) == (math.inf, -math.inf)
+    assert (row["b"], row["c"], row["value"]) == (math.inf, -math.inf, 1.0)
 
 
 def test_groups_have_learning_rates_of_their_own(tmp_path):

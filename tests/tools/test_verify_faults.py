@@ -1,5 +1,7 @@
 """`verify` finds what a broken plugin gets wrong, by name, and refuses what it can't compare."""
 
+from functools import partial
+
 import pytest
 import torch
 from ranked import on_ranks, raises_on_ranks
@@ -54,47 +56,40 @@ def test_a_right_plugin_trains_as_one_process(plugin_class, size, precision):
     assert {name for what, step, name in first if (what, step) == ("gradient", 2)} == names
 
 
-class ScalesOneGradient(ReferencePlugin):
-    """Gets one parameter's gradient wrong by a tenth."""
+class Broken(ReferencePlugin):
+    """Spoils the objects that it boosts."""
 
     api_version = 2
 
+    def __init__(self, spoil):
+        super().__init__()
+        self.spoil = spoil
+
     def configure(self, objects, context):
-        objects.model.second.weight.register_hook(lambda gradient: gradient * 1.1)
+        self.spoil(objects)
         return super().configure(objects, context)
 
 
-class IgnoresWeightDecay(ReferencePlugin):
-    """Steps without weight decay."""
-
-    api_version = 2
-
-    def configure(self, objects, context):
-        boosted = super().configure(objects, context)
-        for group in boosted.optimizer.param_groups:
-            group["weight_decay"] = 0.0
-        return boosted
+def scale_one_gradient(objects):
+    objects.model.second.weight.register_hook(lambda gradient: gradient * 1.1)
 
 
-class StartsElsewhere(ReferencePlugin):
-    """Ranks start from other values than the user's model has."""
-
-    api_version = 2
-
-    def configure(self, objects, context):
-        with torch.no_grad():
-            objects.model.second.weight.add_(0.01)
-        return super().configure(objects, context)
+def ignore_weight_decay(objects):
+    for group in objects.optimizer.param_groups:
+        group["weight_decay"] = 0.0
 
 
-class ComputesInEvaluation(ReferencePlugin):
-    """Leaves the model in training mode when it is evaluated."""
+@torch.no_grad()
+def start_elsewhere(objects):
+    objects.model.second.weight.add_(0.01)
 
-    api_version = 2
 
-    def configure(self, objects, context):
-        objects.model.second.register_forward_hook(lambda module, _, out: out if module.training else 1.01 * out)
-        return super().configure(objects, context)
+def compute_in_evaluation(objects):
+    objects.model.second.register_forward_hook(lambda module, _, out: out if module.training else 1.01 * out)
+
+
+def rename_outputs(objects):
+    objects.model.register_forward_hook(lambda module, _, out: out if module.training else out[None])
 
 
 class SkipsTheEmbedding(SingleDeviceStrategy):
@@ -167,47 +162,34 @@ def test_a_plugin_that_waits_for_other_launches_is_refused():
     verify(FUNCTIONS, Waiting())
 
 
-class RenamesOutputs(ReferencePlugin):
-    """Returns outputs of another form in evaluation."""
-
-    api_version = 2
-
-    def configure(self, objects, context):
-        objects.model.register_forward_hook(lambda module, _, out: out if module.training else out[None])
-        return super().configure(objects, context)
-
-
 def build_with_decay():
     model = TinyMLP()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1.0)
 
 
-def found_by(plugin_class, make=build):
-    report = verify(TrainingFunctions(make, batch, mse), plugin_class())
+def found_by(make_plugin, make):
+    report = verify(TrainingFunctions(make, batch, mse), make_plugin())
     with pytest.raises(GradientError, match="differs from one process"):
         report.check()
     return [(found.what, found.name) for found in report.unexplained]
 
 
 @pytest.mark.parametrize(
-    ("plugin_class", "first", "make"),
+    ("make_plugin", "what", "name", "make"),
     [
-        (ScalesOneGradient, ("gradient", "second.weight"), build),
-        (IgnoresWeightDecay, ("loss", None), build_with_decay),
-        (StartsElsewhere, ("initial parameter", "second.weight"), build),
-        (ComputesInEvaluation, ("output", None), build),
-        (HidesAParameter, ("initial parameter", "second.weight"), build),
-        (RenamesOutputs, ("output", None), build),
+        (partial(Broken, scale_one_gradient), "gradient", "second.weight", build),
+        (partial(Broken, ignore_weight_decay), "loss", None, build_with_decay),
+        (partial(Broken, start_elsewhere), "initial parameter", "second.weight", build),
+        (partial(Broken, compute_in_evaluation), "output", None, build),
+        (HidesAParameter, "initial parameter", "second.weight", build),
+        (partial(Broken, rename_outputs), "output", None, build),
     ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_a_broken_plugin_is_found_and_its_first_fault_is_named(plugin_class, first, make):
-    of_one, of_other = run_on_ranks(found_by, 2, plugin_class, make)
+def test_a_broken_plugin_is_found_and_its_first_fault_is_named(make_plugin, what, name, make):
+    of_one, of_other = run_on_ranks(found_by, 2, make_plugin, make)
     assert of_one == of_other
-    what, name = of_one[0]
-    assert what == first[0]
-    if first[1] is not None:
-        assert name == first[1]
+    assert of_one[0][0] == what
+    assert name in (None, of_one[0][1])
 
 
 def dropping():

@@ -141,19 +141,9 @@ class Stream(torch.utils.data.IterableDataset):
             yield {"input_ids": torch.full((4,), number + 16 * self.epoch), "labels": torch.full((4,), number)}
 
 
-def train_on_stream(folder, max_steps, resume=None):
-    trainer = make_trainer(
-        "reference",
-        folder,
-        rows=Stream(),
-        num_accumulated=1,
-        max_steps=max_steps,
-        save_steps=3,
-        save_strategy="steps",
-        do_eval=False,
-    )
-    seen = []
-    step = trainer.training_step
+def train_and_note(trainer, resume=None):
+    """Train; return the first token of each sample, by batches."""
+    seen, step = [], trainer.training_step
 
     def noted(model, inputs, *args):
         seen.append(inputs["input_ids"][:, 0].tolist())
@@ -164,14 +154,18 @@ def train_on_stream(folder, max_steps, resume=None):
     return seen
 
 
-@pytest.mark.parametrize("stopped_after", [3, 6])
-def test_a_run_resumes_in_the_pass_over_a_stream_in_which_it_stood(stopped_after, tmp_path):
+def train_on_stream(folder, max_steps, resume=None):
+    settings = {"max_steps": max_steps, "save_steps": 3, "save_strategy": "steps", "do_eval": False}
+    trainer = make_trainer("reference", folder, rows=Stream(), num_accumulated=1, **settings)
+    return train_and_note(trainer, resume)
+
+
+def test_a_run_resumes_in_the_pass_over_a_stream_in_which_it_stood(tmp_path):
     whole = run_on_ranks(train_on_stream, 2, tmp_path / "whole", 9)
-    run_on_ranks(train_on_stream, 2, tmp_path, stopped_after)
-    rest = run_on_ranks(train_on_stream, 2, tmp_path, 9, str(tmp_path / f"checkpoint-{stopped_after}"))
-    assert rest == [each[stopped_after:] for each in whole]
-    again = run_on_ranks(train_on_stream, 2, tmp_path, 9, str(tmp_path / "checkpoint-6"))
-    assert again == [each[6:] for each in whole]
+    run_on_ranks(train_on_stream, 2, tmp_path, 3)
+    for step in (3, 6):  # in the first pass, and in the second, where the resumed run has saved
+        rest = run_on_ranks(train_on_stream, 2, tmp_path, 9, str(tmp_path / f"checkpoint-{step}"))
+        assert rest == [each[step:] for each in whole]
 
 
 def see_samples(folder, strategy):
@@ -182,29 +176,14 @@ def see_samples(folder, strategy):
     if not hasattr(TrainingArguments, "train_sampling_strategy"):  # of early releases
         changes = {"group_by_length": strategy == "group_by_length"}
     rows = [{"input_ids": torch.full((4 + number % 3,), number), "labels": number % 2} for number in range(16)]
-    trainer = make_trainer(
-        "reference",
-        folder,
-        model=heads()["reward"][0](),
-        rows=rows,
-        num_accumulated=1,
-        **changes,
-    )
+    model = heads()["reward"][0]()
+    trainer = make_trainer("reference", folder, model=model, rows=rows, num_accumulated=1, **changes)
     trainer.data_collator = lambda samples: {
         "input_ids": torch.stack([each["input_ids"][:4] for each in samples]),
         "labels": torch.tensor([each["labels"] for each in samples]),
     }
     trainer.evaluate(rows[:4])
-    seen = []
-    step = trainer.training_step
-
-    def noted(model, inputs, *args):
-        seen.extend(inputs["input_ids"][:, 0].tolist())
-        return step(model, inputs, *args)
-
-    with mock.patch.object(trainer, "training_step", noted):
-        trainer.train()
-    return seen, torch.rand(()).item()
+    return [token for batch in train_and_note(trainer) for token in batch], torch.rand(()).item()
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])

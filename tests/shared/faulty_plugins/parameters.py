@@ -1,4 +1,4 @@
-"""Mutants of `ReferencePlugin` that get parameters, their groups, the compute format or the data wrong."""
+"""Mutants of `ReferencePlugin`, its optimizer or model that get parameters, groups, the format or the data wrong."""
 
 from __future__ import annotations
 
@@ -30,18 +30,14 @@ class StartsApart(ReferencePlugin):
         pass
 
 
-class _ChangesWeights(ModelWrapper):
+class ChangesWeightsInEvaluation(ModelWrapper):
+    """Scales a weight in each evaluation."""
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             with torch.no_grad():
                 next(self.unwrap().parameters()).mul_(1.001)
         return super()._forward(*args, **kwargs)
-
-
-class ChangesWeightsInEvaluation(ReferencePlugin):
-    """Scales a weight in each evaluation."""
-
-    model_class: ClassVar[type[ModelWrapper]] = _ChangesWeights
 
 
 class UntiesWeights(ReferencePlugin):
@@ -106,7 +102,9 @@ class SameSamples(ReferencePlugin):
         return 0, 1
 
 
-class _OffByOneRounding(ReferenceOptimizer):
+class OffByOneRounding(ReferenceOptimizer):
+    """Lets a weight of one rank drift by one rounding a step."""
+
     @override
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
@@ -116,19 +114,14 @@ class _OffByOneRounding(ReferenceOptimizer):
         return result
 
 
-class OffByOneRounding(ReferencePlugin):
-    """Lets a weight of one rank drift by one rounding a step."""
-
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _OffByOneRounding
-
-
 class _OwnersOnly(ReferenceStateAdapter):
     @override
     def model_shards(self) -> Iterator[TensorShard]:
         return (shard for shard in super().model_shards() if shard.is_owner)
 
 
-class OffByOneRoundingOutsideOfShards(OffByOneRounding):
+class OffByOneRoundingOutsideOfShards(ReferencePlugin):
     """Lists only the shards that a rank owns, as strategies that shard do, so that the drift is in no shard."""
 
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = OffByOneRounding
     adapter_class: ClassVar[type[ReferenceStateAdapter]] = _OwnersOnly

@@ -184,35 +184,6 @@ def test_checkpoint_of_one_device_resumes_on_a_mesh(model, run, of_one_device, t
     assert_goes_on(expected, model, run, tmp_path)
 
 
-def trained_parameters():
-    run = booster, model, _ = boosted("shared heads", ONE)
-    train(run, range(2))
-    return whole_model(booster, model)
-
-
-def test_a_model_with_shared_heads_is_one_of_transformers(tmp_path):
-    on_ranks(save, "shared heads", "tp4", tmp_path)
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
-    expected = run_on_ranks(trained_parameters, 1)[0]
-    found = {name: parameter.detach() for name, parameter in loaded.named_parameters()}
-    assert_same_tensors(found, expected, tolerance_for(torch.float32))
-
-
-def load_pretrained(name, folder):
-    booster, model, _ = boosted(name, "tp4", shift=0.5)
-    booster.load_model(model, folder, strict=name != "adapters")
-    return whole_model(booster, model)
-
-
-@pytest.mark.parametrize("name", ["shared heads", "adapters"])
-def test_a_pretrained_folder_loads_into_shared_heads(name, tmp_path):
-    model = llama(name)
-    model.save_pretrained(tmp_path)
-    expected = {each: tensor.detach() for each, tensor in model.named_parameters()}
-    for found in run_on_ranks(load_pretrained, 4, name, tmp_path):
-        assert_same_tensors({each: found[each] for each in expected}, expected, EXACT)
-
-
 def save_adapters(run, folder):
     boosted_run = booster, model, _ = boosted("adapters", run)
     train(boosted_run, range(2))

@@ -30,58 +30,33 @@ RUNS = {
     "gemini x3, whole": (GeminiPlugin, {"min_chunk_bytes": 256, "partition": "parameter"}, 3),
 }
 SHARDED = ["fsdp x3", "fsdp x4, replicas", "zero2 x3", "gemini x3, whole"]
-MATRIX_OPTIMIZERS = ["adafactor", "muon"]
+CASES = [(name, "adamw") for name in RUNS]
+CASES += [(name, optimizer) for name in SHARDED for optimizer in ("adafactor", "muon")]
+DEFAULT = ["fsdp x1-adamw", "zero1 x1, cpu_offload-adamw", "fsdp x3-muon", "zero2 x3-muon"]
 
 
-def training_of(name, folder, optimizer="adamw"):
+def training_of(name, optimizer, folder):
     plugin_class, options, _ = RUNS[name]
     if "offload_param_frac" in options:
         options = {**options, "offload_dir": str(folder)}
     return Training(plugin_class=plugin_class, options=options, optimizer=optimizer, model_factory=TinyStateful)
 
 
-def save(name, folder, optimizer="adamw"):
-    training = training_of(name, folder, optimizer)
-    return run_on_ranks(checkpoint_runs.save_and_continue, RUNS[name][2], training, str(folder / "run"))
-
-
-def assert_loads(name, expected, root, folder, optimizer="adamw"):
-    training = training_of(name, folder, optimizer)
-    loaded = run_on_ranks(checkpoint_runs.load_and_continue, RUNS[name][2], training, root)
-    for of_rank in loaded:
-        assert_same_state(of_rank.snapshot, expected.snapshot)
-    assert_same_next_step(loaded, expected, None)
-
-
-def assert_loads_on_one_device(name, folder, optimizer="adamw"):
-    saved = save(name, folder, optimizer)
-    one = checkpoint_runs.on_one_device(training_of(name, folder, optimizer))
-    (loaded,) = run_on_ranks(checkpoint_runs.load_and_continue, 1, one, str(folder / "run"))
+@matrix(DEFAULT, **{"name, optimizer": CASES})
+def test_checkpoint_loads_on_one_device(name, optimizer, tmp_path):
+    training = training_of(name, optimizer, tmp_path)
+    saved = run_on_ranks(checkpoint_runs.save_and_continue, RUNS[name][2], training, str(tmp_path / "run"))
+    one = checkpoint_runs.on_one_device(training)
+    (loaded,) = run_on_ranks(checkpoint_runs.load_and_continue, 1, one, str(tmp_path / "run"))
     assert_same_state(loaded.snapshot, saved[0].snapshot)
     assert_same_next_step(saved, loaded, None)
 
 
-def assert_loads_from_one_device(name, folder, folders, optimizer="adamw"):
-    one = checkpoint_runs.on_one_device(training_of(name, folder, optimizer))
-    expected, root = saved_on_one_device(one, folders)
-    assert_loads(name, expected, root, folder, optimizer)
-
-
-@matrix(["fsdp x1", "zero1 x1, cpu_offload"], name=RUNS)
-def test_checkpoint_loads_on_one_device(name, tmp_path):
-    assert_loads_on_one_device(name, tmp_path)
-
-
-@matrix(["fsdp x1", "zero1 x1, cpu_offload"], name=RUNS)
-def test_checkpoint_of_one_device_loads(name, tmp_path, tmp_path_factory):
-    assert_loads_from_one_device(name, tmp_path, tmp_path_factory)
-
-
-@matrix(["fsdp x3-muon", "zero2 x3-muon"], name=SHARDED, optimizer=MATRIX_OPTIMIZERS)
-def test_state_of_matrix_optimizers_loads_on_one_device(name, optimizer, tmp_path):
-    assert_loads_on_one_device(name, tmp_path, optimizer)
-
-
-@matrix(["fsdp x3-muon", "zero2 x3-muon"], name=SHARDED, optimizer=MATRIX_OPTIMIZERS)
-def test_state_of_matrix_optimizers_of_one_device_loads(name, optimizer, tmp_path, tmp_path_factory):
-    assert_loads_from_one_device(name, tmp_path, tmp_path_factory, optimizer)
+@matrix(DEFAULT, **{"name, optimizer": CASES})
+def test_checkpoint_of_one_device_loads(name, optimizer, tmp_path, tmp_path_factory):
+    training = training_of(name, optimizer, tmp_path)
+    expected, root = saved_on_one_device(checkpoint_runs.on_one_device(training), tmp_path_factory)
+    loaded = run_on_ranks(checkpoint_runs.load_and_continue, RUNS[name][2], training, root)
+    for of_rank in loaded:
+        assert_same_state(of_rank.snapshot, expected.snapshot)
+    assert_same_next_step(loaded, expected, None)

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import booster_runtime
 from booster_core import Booster, discovery
 from booster_core.state import slices_of
 from booster_testing import run_on_ranks
@@ -33,25 +32,6 @@ def test_sharded_models_read_and_write_what_transformers_does(name, tmp_path):
     build(mixtral).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     run_on_ranks(boosted_folder, 2, name, str(tmp_path / "theirs"), str(tmp_path / "ours"))
     assert_same(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs"))
-
-
-def resumed(root):
-    booster = Booster("cpu", None, "zero")
-    model = build(mixtral)
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    booster.save_checkpoint(root, step=1, model=model, optimizer=optimizer, ema=booster_runtime.ema(booster, model))
-    with torch.no_grad():
-        for parameter in model.unwrap().parameters():
-            parameter.zero_()
-    booster.load_checkpoint(root, model=model, optimizer=optimizer)
-    return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_training_state_comes_back_and_is_a_folder_of_transformers(tmp_path):
-    assert run_on_ranks(resumed, 2, str(tmp_path)) == [True, True]
-    loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "step-00000001" / "model")
-    assert_same(loaded.state_dict(), build(mixtral).state_dict())
 
 
 def test_sharded_models_hold_parts_of_tensors_that_files_hold_transposed(tmp_path):

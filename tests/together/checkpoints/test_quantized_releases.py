@@ -6,19 +6,17 @@ from cases import Setting
 from matrix import matrix
 from plugin_runs import RUNS, runs
 
-from booster_core import Booster
-from booster_core.errors import CheckpointError
 from booster_core.state import slices_of
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import load_pretrained
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 transformers = pytest.importorskip("transformers", "5.20", reason="earlier ones dequantize less")
 pytest.importorskip("accelerate", reason="transformers reads FP8 with it")
 
 from expert_folders import assert_same  # noqa: E402
-from quantized_folders import build, change_config, read_by_transformers, write_release  # noqa: E402
+from quantized_folders import build, read_by_transformers, write_release  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -85,17 +83,3 @@ def test_each_rank_reads_its_part(family, run, tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "written", dtype="auto")
     assert not hasattr(loaded.config, "quantization_config")
     assert_same(loaded.state_dict(), torch.load(tmp_path / "torch.bfloat16.pt"))
-
-
-def read_unknown(plugin, folder):
-    booster = Booster("cpu", None, plugin)
-    model, *_ = booster.boost(build("llama"))
-    booster.load_model(model, folder)
-
-
-def test_an_unknown_form_is_an_error_on_every_rank(tmp_path):
-    write_release("llama", tmp_path)
-    change_config(tmp_path, {"quant_method": "awq"})
-    expect_on_ranks(
-        CheckpointError, r"quant_method='awq'.*Load a release in bf16", read_unknown, 2, "fsdp", str(tmp_path)
-    )

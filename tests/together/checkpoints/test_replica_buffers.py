@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import torch
+from cases import Setting
 from matrix import matrix
+from plugin_runs import boosted, runs
 from safetensors.torch import load_file
 from torch import nn
 
 import booster_runtime
-from booster_core import Booster
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
-from booster_zero import LowLevelZeroPlugin
 
-PLUGINS = {
-    "ddp": (TorchDDPPlugin, {}),
-    "ddp, no broadcast": (TorchDDPPlugin, {"broadcast_buffers": False}),
-    "fsdp": (TorchFSDPPlugin, {}),
-    "fsdp, replicas": (TorchFSDPPlugin, {"replica_size": 2, "broadcast_buffers": False}),
-    "zero": (LowLevelZeroPlugin, {}),
-    "gemini": (GeminiPlugin, {}),
-    "hybrid": (HybridParallelPlugin, {}),
+SETTINGS = {
+    **runs("ddp", "fsdp", "zero1", "gemini", "hybrid-dp"),
+    "ddp, no broadcast": Setting(TorchDDPPlugin, {"broadcast_buffers": False}),
+    "fsdp, replicas": Setting(TorchFSDPPlugin, {"replica_size": 2, "broadcast_buffers": False}),
 }
 
 
@@ -44,13 +38,9 @@ class Net(nn.Module):
 
 
 def save(name, folder, average):
-    coordinator = DistCoordinator()
-    kind, options = PLUGINS[name]
     torch.manual_seed(0)
-    model = Net()
-    booster = Booster("cpu", plugin=kind(**options))
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-    generator = torch.Generator().manual_seed(coordinator.rank)
+    booster, model, optimizer = boosted(SETTINGS[name], Net())
+    generator = torch.Generator().manual_seed(DistCoordinator().rank)
     for _ in range(3):
         booster.backward(model(torch.randn(16, 8, generator=generator)).square().mean(), optimizer)
         optimizer.step()
@@ -76,7 +66,7 @@ def assert_saved_with_those_of_rank_0(name, folder, *, average=False):
     assert not wrong
 
 
-@matrix(["ddp"], name=PLUGINS)
+@matrix(["ddp"], name=SETTINGS)
 def test_a_model_is_saved_with_the_buffers_of_the_first_rank(name, tmp_path):
     assert_saved_with_those_of_rank_0(name, tmp_path)
 

@@ -1,7 +1,6 @@
 """``save_pretrained`` under every plugin: stock ``from_pretrained`` loads what was trained, or an error says why."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
-transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
+pytest.importorskip("transformers", reason="needs the extra 'transformers'")
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs the extra 'transformers'")
 
 pytestmark = [
@@ -39,9 +38,8 @@ RUNS = {
 SHARDED = [name for name in RUNS if name not in ("single", "ddp")]
 
 
-def boost(run, precision=None, lora=None):
-    booster = replace(RUNS[run], precision=precision).make_booster()
-    model = make_model()
+def boost(run, lora=None):
+    booster, model = RUNS[run].make_booster(), make_model()
     if lora is not None:
         model = booster.enable_lora(model, lora_config=lora)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
@@ -53,28 +51,10 @@ def train(booster, model, optimizer):
     step(booster, model, optimizer, {"input_ids": tokens(), "labels": tokens()})
 
 
-def train_and_save(run, folder, precision=None, **options):
-    booster, model, optimizer = boost(run, precision)
-    train(booster, model, optimizer)
-    model.save_pretrained(folder, **options)
-
-
-@matrix(["single", "zero2"], run=RUNS)
-def test_from_pretrained_loads_what_was_trained(run, tmp_path):
-    run_on_ranks(train_and_save, RUNS[run].num_ranks, run, str(tmp_path / "ours"))
-    expected = trained_in_one_process()
-    loaded = load(tmp_path / "ours")
-    assert_same_tensors(loaded.state_dict(), expected.state_dict(), tolerance_for(torch.float32))
-    assert not torch.equal(loaded.lm_head.weight, make_model().lm_head.weight), "the step is in it"
-    expected.save_pretrained(tmp_path / "theirs")
-    for name in ("config.json", "generation_config.json"):
-        ours, theirs = (json.loads((tmp_path / who / name).read_text()) for who in ("ours", "theirs"))
-        assert ours == theirs, name
-
-
-def train_and_save_by_default(run, folder):
+def train_and_save(run, folder):
     booster, model, optimizer = boost(run)
     train(booster, model, optimizer)
+    model.save_pretrained(f"{folder}/ours")
     booster.save_model(model, f"{folder}/Tiny-0.5-Base")
     saved = load(f"{folder}/Tiny-0.5-Base").state_dict()
     train(booster, model, optimizer)
@@ -84,13 +64,19 @@ def train_and_save_by_default(run, folder):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_from_pretrained_loads_what_save_model_writes_by_default(run, tmp_path):
-    """The path has no suffix of a file, though it has a dot; one that has stays a file."""
-    run_on_ranks(train_and_save_by_default, RUNS[run].num_ranks, run, str(tmp_path))
+def test_from_pretrained_loads_what_save_pretrained_and_save_model_write_by_default(run, tmp_path):
+    """The path of `save_model` has no suffix of a file, though it has a dot; one that has stays a file."""
+    run_on_ranks(train_and_save, RUNS[run].num_ranks, run, str(tmp_path))
     folder = tmp_path / "Tiny-0.5-Base"
     assert {path.name for path in folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
     expected = trained_in_one_process()
-    assert_same_tensors(load(folder).state_dict(), expected.state_dict(), tolerance_for(torch.float32))
+    for loaded in (load(folder), load(tmp_path / "ours")):
+        assert_same_tensors(loaded.state_dict(), expected.state_dict(), tolerance_for(torch.float32))
+        assert not torch.equal(loaded.lm_head.weight, make_model().lm_head.weight), "the step is in it"
+    expected.save_pretrained(tmp_path / "theirs")
+    for name in ("config.json", "generation_config.json"):
+        ours, theirs = (json.loads((tmp_path / who / name).read_text()) for who in ("ours", "theirs"))
+        assert ours == theirs, name
     assert (tmp_path / "again.safetensors").is_file()
     assert not (tmp_path / "config.json").exists()
 
@@ -208,19 +194,6 @@ def test_a_file_in_the_place_of_the_folder(tmp_path):
         Booster("cpu").save_model(make_model(), tmp_path / "out")
 
 
-def save_both_ways(run, folder):
-    booster, model, optimizer = boost(run, "bf16")
-    train(booster, model, optimizer)
-    model.save_pretrained(f"{folder}/pretrained")
-    booster.save_model(model, f"{folder}/model", shard=True)
-
-
-@pytest.mark.parametrize("run", ["zero1", "gemini", "fsdp"])
-def test_narrow_runs_save_as_save_model_does(run, tmp_path):
-    run_on_ranks(save_both_ways, 2, run, str(tmp_path))
-    assert_same_tensors(load(tmp_path / "pretrained").state_dict(), load(tmp_path / "model").state_dict(), EXACT)
-
-
 def save_own_model(run, folder, lora):
     booster, model, optimizer = boost(run, lora=lora)
     own = model.unwrap()
@@ -230,9 +203,9 @@ def save_own_model(run, folder, lora):
             each.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("run", SHARDED)
-def test_saving_the_own_model_of_a_sharded_run_raises(run, tmp_path):
-    run_on_ranks(save_own_model, 2, run, str(tmp_path), None)
+@pytest.mark.parametrize(("run", "is_adapted"), [*((run, False) for run in SHARDED), ("gemini", True)])
+def test_saving_the_own_model_of_a_sharded_run_raises(run, is_adapted, tmp_path):
+    run_on_ranks(save_own_model, 2, run, str(tmp_path), lora_config() if is_adapted else None)
     assert not list(tmp_path.iterdir())
 
 
@@ -261,6 +234,8 @@ def train_and_save_adapters(run, folder, lora):
     train(booster, model, optimizer)
     model.save_pretrained(f"{folder}/pretrained")
     booster.save_lora_as_pretrained(model, f"{folder}/lora")
+    with pytest.raises(ConfigError, match="leave `save_peft_format` out"):
+        model.save_pretrained(f"{folder}/other", save_peft_format=False)
 
 
 @matrix(["single"], run=["single", "ddp", "fsdp", "zero1", "gemini", "hybrid-tp"])
@@ -274,10 +249,6 @@ def test_adapters_are_saved_as_peft_loads_them(run, tmp_path):
     trained = [value for name, value in ours.state_dict().items() if "lora_B" in name]
     assert trained
     assert all(value.any() for value in trained), "lora_B begins as zeros"
-
-
-def test_saving_the_own_model_with_adapters_raises(tmp_path):
-    run_on_ranks(save_own_model, 2, "gemini", str(tmp_path), lora_config())
 
 
 @raises_on_ranks(ConfigError, r"`\w*Saves.save_pretrained` would write what this rank holds.* `booster.save_model", 2)

@@ -10,7 +10,6 @@ Rank 0 appends the loss of each step to ``ROOT/losses``, as bits: a repeated ste
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -68,8 +67,6 @@ def main(plugin, root, steps, save_every, *kills):
                 if is_over:
                     coordinator.print_on_master(f"stopped and saved after step {step}")
                     return
-                if (root / "slow").exists():
-                    time.sleep(0.05)
                 if step == steps:
                     break
 
