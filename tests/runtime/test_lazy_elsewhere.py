@@ -86,16 +86,3 @@ def test_optimizer_state_made_at_construction_gets_its_values(initial) -> None:
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(one, other)
         assert torch.equal(optimizer.state[one]["sum"], expected.state[other]["sum"])
-
-
-def test_post_accumulate_grad_hooks_stay() -> None:
-    with LazyInitContext():
-        model = TinyMLP()
-    seen: list[tuple[int, ...]] = []
-    handle = model.first.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.shape))
-    materialize(model)
-    model(torch.ones(2, 8)).sum().backward()
-    assert seen == [model.first.weight.shape]
-    handle.remove()
-    model(torch.ones(2, 8)).sum().backward()
-    assert len(seen) == 1

@@ -257,21 +257,6 @@ def test_adapters_on_layers_and_not_on_the_head_are_fine():
         enable_linear_cross_entropy(on_head)
 
 
-def test_a_lazy_model_has_its_own_loss():
-    from booster_runtime import LazyInitContext
-
-    with LazyInitContext():
-        model = tiny_llama()
-    enable_linear_cross_entropy(model)
-    booster = Booster()
-    model, optimizer, *_ = booster.boost(model.train(), torch.optim.SGD(model.parameters()))
-    outputs = model(**batch())
-    assert outputs.logits is None
-    booster.backward(outputs.loss, optimizer)
-    with torch.no_grad():
-        torch.testing.assert_close(outputs.loss.detach(), model.eval()(**batch()).loss)
-
-
 def test_compiled_models_break_their_graph_at_the_head():
     ignore_compiler_warnings()
     model = tiny_llama().train()

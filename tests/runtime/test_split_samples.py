@@ -62,10 +62,6 @@ def shuffled():
     return DataLoader(range(24), batch_size=4, shuffle=True)
 
 
-def weighted():
-    return DataLoader(range(24), batch_size=4, sampler=WeightedRandomSampler([1.0, 3.0] * 12, 48))
-
-
 def buckets():
     return DataLoader(range(24), batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7, 8], list(range(9, 24))])
 
@@ -76,15 +72,6 @@ def test_each_sample_is_dealt_to_one_rank_under_any_seed(make_loader, seeds):
     for epoch in range(2):
         assert sorted(sample for rank in ranks for sample in rank[epoch]) == list(range(24))
     assert (ranks[0][0] == ranks[0][1]) == (make_loader is buckets)
-
-
-@pytest.mark.parametrize("seeds", ["apart", "large"])
-def test_a_weighted_order_is_the_same_for_any_number_of_ranks(seeds):
-    (alone,), ranks = run_on_ranks(deal, 1, weighted, seeds), run_on_ranks(deal, 2, weighted, seeds)
-    for epoch in range(2):
-        assert [sample for turn in zip(ranks[0][epoch], ranks[1][epoch], strict=True) for sample in turn] == alone[
-            epoch
-        ]
 
 
 class KnowsItsRank(Sampler):
@@ -243,30 +230,6 @@ def test_a_data_set_that_is_split_among_one_rank_is_whole(how):
 
 def test_one_process_may_take_a_share():
     assert run_on_ranks(load_split, 1, "_distributed", 2, "boost") == [4]
-
-
-def lengths_of_streams(length, batch_size, drop_last, workers):
-    data = SizedStream(length)
-    plain = DataLoader(data, batch_size=batch_size, drop_last=drop_last, num_workers=workers)
-    boosted = Booster("cpu", plugin=ReferencePlugin()).boost(nn.Linear(2, 2), dataloader=plain).dataloader
-    prepared = Booster("cpu", plugin=ReferencePlugin()).prepare_dataloader(
-        data, batch_size or 1, drop_last=drop_last, num_workers=workers
-    )
-    return [(len(loader), sum(1 for _ in loader), len(loader)) for loader in (boosted, prepared)]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("length", [11, 12, 13])
-def test_the_length_of_a_loader_over_a_sized_stream_is_its_number_of_batches(length, drop_last):
-    share = length // 2 if drop_last else -(-length // 2)
-    expected = share // 3 if drop_last else -(-share // 3)
-    assert run_on_ranks(lengths_of_streams, 2, length, 3, drop_last, 0) == [[(expected,) * 3] * 2] * 2
-
-
-def test_the_length_of_a_loader_of_single_items_and_of_one_with_a_worker():
-    (boosted, _), _ = run_on_ranks(lengths_of_streams, 2, 13, None, False, 0)
-    assert boosted == (7, 7, 7)
-    assert run_on_ranks(lengths_of_streams, 2, 13, 3, False, 1) == [[(3, 3, 3)] * 2] * 2
 
 
 @on_ranks(2)

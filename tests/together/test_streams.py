@@ -1,9 +1,8 @@
 """Streams that are read by shards: each sample once, and a run goes on with other numbers of ranks and workers."""
 
-import logging
-
 import pytest
 import torch
+from log_records import Records
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from booster_core import Booster
@@ -304,11 +303,7 @@ class InTurn(IterableDataset):
 
 
 def what_is_said(splits_itself, kind, num_workers):
-    texts = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("booster").addHandler(handler)
-    try:
+    with Records() as records:
         booster = Booster("cpu", plugin=TorchDDPPlugin())
         model = torch.nn.Linear(1, 1)
         data = InTurn(splits_itself=splits_itself, kind=kind)
@@ -317,9 +312,7 @@ def what_is_said(splits_itself, kind, num_workers):
         for _ in range(2):
             for _ in loader:
                 DistCoordinator().block_all()
-    finally:
-        logging.getLogger("booster").removeHandler(handler)
-    return [text for text in texts if "begin with different samples" in text]
+    return [text for text in records.texts if "begin with different samples" in text]
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [(torch.tensor, 0), (str, 1)])
