@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from counted_samples import COUNT, Features, FeatureStream, evaluate, model_of, train_after_a_peek
 from matrix import matrix
 from ranked import on_ranks, raises_on_ranks
 from reference_plugins import ReferencePlugin
 from torch import nn
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     Sampler,
@@ -25,12 +25,52 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime import MixedStreams, PackedDocuments, gather_for_metrics
 from booster_testing import expect_on_ranks, run_on_ranks
 
+COUNT = 9
+
+
+class Features(Dataset):
+    """Samples that tell their number."""
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        return index, torch.full((4,), index / COUNT)
+
+
+class FeatureStream(IterableDataset):
+    def __iter__(self):
+        return (Features()[index] for index in range(COUNT))
+
+
+def model_of():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def boost(dataloader):
+    booster, module = Booster("cpu", plugin=ReferencePlugin()), model_of()
+    return booster, booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1), dataloader=dataloader)
+
+
+def evaluate(is_stream, how):
+    data = FeatureStream() if is_stream else Features()
+    booster, (model, _, _, loader, _) = boost(DataLoader(data, batch_size=4) if how == "boost" else None)
+    if loader is None:
+        loader = booster.prepare_dataloader(data, 4)
+    model.eval()
+    gathered = []
+    with torch.no_grad():
+        for indices, x in loader:
+            gathered.append(gather_for_metrics(booster, {"indices": indices, "scores": model(x)}, loader))
+    return {name: torch.cat([each[name] for each in gathered]) for name in ("indices", "scores")}
+
 
 @pytest.mark.parametrize(("is_stream", "how"), [(False, "boost"), (True, "boost"), (False, "prepare_dataloader")])
 def test_an_evaluation_counts_each_sample_once_in_order(is_stream, how):
     with torch.no_grad():
         expected = model_of()(torch.stack([Features()[index][1] for index in range(COUNT)]))
-    for values in run_on_ranks(evaluate, 2, ReferencePlugin(), is_stream, how):
+    for values in run_on_ranks(evaluate, 2, is_stream, how):
         assert values["indices"].tolist() == list(range(COUNT))
         torch.testing.assert_close(values["scores"], expected)
 
@@ -240,14 +280,29 @@ def test_a_loader_over_a_stream_without_a_length_has_none():
     assert len(list(loader)) == 3
 
 
+def train_after_a_peek(peeks, resets=False):
+    """Train in step for two epochs, after some ranks took one batch to look at it."""
+    booster, (model, optimizer, _, loader, _) = boost(DataLoader(Features(), batch_size=1, shuffle=True))
+    if DistCoordinator().rank in peeks:
+        next(iter(loader))
+    if resets:
+        loader.set_epoch(0)
+    seen = []
+    for _ in range(2):
+        for indices, x in loader:
+            booster.backward(model(x).square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += indices.tolist()
+    return seen
+
+
 def test_a_batch_that_is_taken_on_one_rank_only_is_told_on_every_rank():
-    expect_on_ranks(
-        ConfigError, "Ranks follow different epochs of the data loader", train_after_a_peek, 2, ReferencePlugin(), [0]
-    )
+    expect_on_ranks(ConfigError, "Ranks follow different epochs of the data loader", train_after_a_peek, 2, [0])
 
 
 @pytest.mark.parametrize(("peeks", "resets"), [([], False), ([0, 1], False), ([1], True)])
 def test_ranks_that_agree_on_the_epoch_are_not_disturbed(peeks, resets):
-    ranks = run_on_ranks(train_after_a_peek, 2, ReferencePlugin(), peeks, resets)
+    ranks = run_on_ranks(train_after_a_peek, 2, peeks, resets)
     for epoch in range(2):
         assert {sample for rank in ranks for sample in rank[5 * epoch : 5 * epoch + 5]} == set(range(COUNT))
