@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.program import RandomModel
 from booster_testing.training import whole_model
 
 
@@ -85,30 +88,13 @@ def test_derivatives_in_a_loss_train_as_in_one_process(plugin, name):
         run_on_ranks(train, 2, plugin, name)
 
 
-class Forces(nn.Module):
-    """Energies, and their gradients by the positions, as forces in a model of atoms."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, positions):
-        with torch.enable_grad():
-            positions.requires_grad_()
-            energy = positions
-            for layer in self.layers:
-                energy = energy + layer(energy).tanh()
-            (forces,) = torch.autograd.grad(energy.sum(), positions, create_graph=self.training)
-        return torch.cat([energy, forces], dim=1)
-
-
-def positions_of(number, replica):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + replica))
+def inputs(number, replica):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
 @pytest.mark.parametrize("options", [{}, {"replica_size": 2}], ids=["shards", "replicas"])
 def test_derivatives_inside_of_forward_train_as_in_one_process(options):
-    case = Case(build=Forces, batch=positions_of, micro_batches=2)
+    case = Case(build=partial(RandomModel, ("derived", "derived")), batch=inputs, micro_batches=2)
     assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_min_numel": 1, **options}))
 
 

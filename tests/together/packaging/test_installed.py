@@ -31,16 +31,6 @@ def test_core_and_ddp_alone_train(core_and_ddp, environment_of):
     assert "inspect" in environment.booster("--help").stdout  # a verb of booster-checkpoint
 
 
-def test_import_of_a_missing_plugin_class_names_its_distribution(core_and_ddp, environment_of):
-    environment = environment_of(*core_and_ddp)
-    environment.run("-c", "from booster_core.plugin import TorchDDPPlugin")
-    done = environment.run("-c", "from booster_core.plugin import GeminiPlugin", check=False)
-    assert done.returncode == 1
-    assert done.stderr.endswith(
-        "GeminiPlugin is in booster-gemini, which is not installed. Run `pip install booster-gemini`.\n"
-    )
-
-
 def test_listing_plugins_is_fast(core_and_ddp, environment_of):
     environment = environment_of(*core_and_ddp)
     times = []
