@@ -19,17 +19,6 @@ def make(precision=None, **changes):
     return ModelWrapper(model, precision=policy), OptimizerWrapper(optimizer, scaling=GradientScaling(policy))
 
 
-def test_model_wrapper_forwards_attributes_and_state():
-    model, _ = make()
-    inner = model.unwrap()
-    assert model.first is inner.first
-    assert list(model.state_dict()) == list(inner.state_dict())
-    model.load_state_dict({name: torch.zeros_like(t) for name, t in inner.state_dict().items()})
-    assert not inner.first.weight.any()
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = model.nothing
-
-
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["deepcopy", "pickle"]
 )

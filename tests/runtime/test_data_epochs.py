@@ -43,12 +43,6 @@ def test_leaving_an_epoch_early_starts_the_next_one(rank, num_workers):
     assert loader.epoch == 4
 
 
-def test_taking_one_batch_at_a_time_trains_on_more_than_one_batch():
-    loader = make()
-    taken = [next(iter(loader)).tolist() for _ in range(3)]
-    assert taken == [order_of(epoch)[:4] for epoch in range(3)]
-
-
 def test_an_iterator_that_nothing_was_taken_of_begins_no_epoch():
     loader = make()
     iter(loader)

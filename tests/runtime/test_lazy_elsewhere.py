@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from booster_core import Booster
 from booster_core.errors import LazyInitError
 from booster_runtime import LazyInitContext
-from booster_runtime.lazy import is_lazy, materialize
+from booster_runtime.lazy import materialize
 from booster_testing.models import TinyMLP
 
 SEED = 7
@@ -46,14 +46,6 @@ def test_a_criterion_with_weights_gets_its_values(alone) -> None:
     assert boosted[2] is criterion
     assert type(criterion.weight) is Tensor
     assert torch.equal(criterion.weight, expected.weight)
-
-
-def test_another_model_of_the_context_stays_lazy() -> None:
-    model, other = build(True, lambda _: TinyMLP())
-    materialize(model)
-    assert is_lazy(other)
-    materialize(other)
-    assert torch.equal(other.first.weight, build(False, lambda _: TinyMLP())[1].first.weight)
 
 
 def test_a_tensor_that_cannot_change_in_place_is_named() -> None:

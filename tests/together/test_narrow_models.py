@@ -244,29 +244,6 @@ def test_adapters_in_fp32_leave_a_narrow_base_as_it_is(name):
         assert "param fp32 (frozen ones bf16)" in described
 
 
-def saved_formats(name, folder):
-    """Return the formats of a saved model, and what the manifest of a checkpoint says."""
-    booster = PLUGINS[name].make_booster()
-    model = make_model(torch.bfloat16)
-    model, optimizer, *_ = booster.boost(model, adamw(model))
-    run(booster, model, optimizer)
-    values = updated(booster, model, optimizer)
-    booster.save_checkpoint(folder, step=STEPS, model=model, optimizer=optimizer)
-    fresh = PLUGINS[name].make_booster()
-    other = make_model(torch.bfloat16)
-    other, stepped, *_ = fresh.boost(other, adamw(other))
-    fresh.load_checkpoint(folder, model=other, optimizer=stepped)
-    return values, updated(fresh, other, stepped), (folder / f"step-{STEPS:08}" / "manifest.json").read_text()
-
-
-@pytest.mark.parametrize("name", ["ddp", "zero1"])
-def test_a_checkpoint_has_what_the_optimizer_updates(name, tmp_path):
-    for values, loaded, manifest in on_ranks(saved_formats, name, tmp_path):
-        assert {each.dtype for each in values.values()} == {torch.float32}
-        assert all(torch.equal(loaded[each], expected) for each, expected in values.items())
-        assert '"compute": "bf16"' in manifest
-
-
 def test_an_explicit_policy_leaves_each_parameter_as_it_is():
     model = Halves(torch.bfloat16)
     booster = Booster("cpu", PrecisionPolicy(param_dtype=None))
