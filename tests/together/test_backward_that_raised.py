@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting
+from cases import Case, Setting, noise
 from driven_runs import assert_same_loop
 from matrix import matrix, named
 from torch import nn
@@ -43,10 +43,6 @@ class Net(nn.Module):
         raise FailingError(gradient.shape)
 
 
-def rows(number, rank):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
-
-
 def adds_up(run, *, rounds, direct, is_warm):
     """Run backward several times, and note what gradients there are."""
     if is_warm:
@@ -73,4 +69,4 @@ def test_gradients_after_a_backward_that_raised_equal_one_process(plugin, direct
     for rounds in ROUNDS:
         for is_warm in (False, True):
             loop = partial(adds_up, rounds=rounds, direct=direct, is_warm=is_warm)
-            assert_same_loop(loop, Case(build=Net, batch=rows), PLUGINS[plugin])
+            assert_same_loop(loop, Case(build=Net, batch=noise(4, 6)), PLUGINS[plugin])

@@ -3,8 +3,7 @@
 from unittest import mock
 
 import pytest
-import torch
-from cases import Case, assert_same_training, train_boosted, train_plainly
+from cases import Case, assert_same_training, noise, train_boosted, train_plainly
 from plugin_runs import RUNS
 from torch import nn
 
@@ -17,11 +16,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-def batch(number, replica):
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + replica))
-
-
-CASE = Case(build=build, batch=batch)
+CASE = Case(build=build, batch=noise(3, 4))
 
 
 def train_without_key(name):
