@@ -43,20 +43,6 @@ class Halves(Plugin):
         return self.change(objects)
 
 
-@pytest.mark.parametrize(
-    ("plugin", "error", "match"),
-    [
-        ("zerp", PluginError, "No plugin named 'zerp' is installed"),
-        ("auto", ConfigError, r"Pass what `booster_tools\.choose_plugin\(.*memory_budget_bytes=\.\.\.\)` returns"),
-        (3, TypeError, "got `int`"),
-        (Halves, TypeError, "got the class `Halves`"),
-    ],
-)
-def test_plugin_that_is_none(plugin, error, match):
-    with pytest.raises(error, match=match):
-        Booster("cpu", plugin=plugin)
-
-
 class WithoutVersion(Plugin):
     name = "without"
 
@@ -72,11 +58,27 @@ class Extends(SingleDevicePlugin):
     """Inherits the version of the plugin that it extends, whose methods it calls."""
 
 
-def test_plugin_object_of_another_interface_version():
-    with pytest.raises(PluginError, match=r"Plugin 'without' \(WithoutVersion\) does not say which version"):
-        Booster("cpu", plugin=WithoutVersion())
-    with pytest.raises(PluginError, match=r"Plugin 'halves' \(OfTheFuture\) was written for version 999"):
-        Booster("cpu", plugin=OfTheFuture())
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"plugin": "zerp"}, PluginError, "No plugin named 'zerp' is installed"),
+        ({"plugin": "auto"}, ConfigError, r"Pass what `booster_tools\.choose_plugin\(.*memory_budget_bytes=\.\.\.\)`"),
+        ({"plugin": 3}, TypeError, "got `int`"),
+        ({"plugin": Halves}, TypeError, "got the class `Halves`"),
+        ({"plugin": WithoutVersion()}, PluginError, r"'without' \(WithoutVersion\) does not say which version"),
+        ({"plugin": OfTheFuture()}, PluginError, r"'halves' \(OfTheFuture\) was written for version 999"),
+        ({"mixed_precision": "ddp"}, ConfigError, r"is the name of a plugin. Did you mean `Booster\(plugin='ddp'\)`"),
+        ({"mixed_precision": "bf16", "plugin": Halves()}, ConfigError, "does not support precision 'bf16'.*: fp32"),
+        ({"device": "meta", "plugin": Halves()}, ConfigError, r"'halves' does not run on device type 'meta'"),
+        ({"device": "cpuu"}, ConfigError, "not a device that torch knows"),
+    ],
+)
+def test_arguments_that_no_booster_takes(arguments, error, match):
+    with pytest.raises(error, match=match):
+        Booster(**{"device": "cpu", **arguments})
+
+
+def test_a_plugin_inherits_the_version_of_the_one_that_it_extends():
     Booster("cpu", plugin=Extends()).boost(*model_and_optimizer())
 
 
@@ -94,11 +96,6 @@ def test_plugin_object_of_another_interface_version():
 def test_plugin_in_the_place_of_the_device(given, error, match):
     with pytest.raises(error, match=match):
         Booster(given)
-
-
-def test_plugin_in_the_place_of_the_precision():
-    with pytest.raises(ConfigError, match=r"is the name of a plugin. Did you mean `Booster\(plugin='ddp'\)`"):
-        Booster("cpu", "ddp")
 
 
 class _Cuda:
@@ -134,21 +131,6 @@ def test_device_asked_for_before_the_launch_of_several_processes(asked, monkeypa
     assert Booster("cuda:1").device == torch.device("cuda", 1), "what was said holds"
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert Booster().device == torch.device("cpu")
-
-
-def test_precision_that_the_plugin_does_not_support():
-    with pytest.raises(ConfigError, match=r"'halves' does not support precision 'bf16'. It supports: fp32"):
-        Booster("cpu", "bf16", Halves())
-
-
-def test_device_that_the_plugin_does_not_support():
-    with pytest.raises(ConfigError, match=r"'halves' does not run on device type 'meta'"):
-        Booster("meta", plugin=Halves())
-
-
-def test_device_that_torch_does_not_know():
-    with pytest.raises(ConfigError, match="not a device that torch knows"):
-        Booster("cpuu")
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu", "mtia", "hpu", "xla", "ipu", "privateuseone"])

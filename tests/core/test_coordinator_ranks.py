@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from ranked import on_ranks, raises_on_ranks
 
-from booster_core.errors import CheckpointError, ConfigError, MissingRanksError, RankFailedError, name_ranks
+from booster_core.errors import CheckpointError, ConfigError, MissingRanksError, RankFailedError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
 
@@ -281,16 +281,3 @@ def test_functions_on_the_master(coordinator):
         return 2 * x
 
     assert double(4) == 8
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        ([3], "rank 3"),
-        ([1, 2], "ranks 1 and 2"),
-        ([1, 2, 5], "ranks 1, 2 and 5"),
-        (list(range(13)), "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 3 others"),
-    ],
-)
-def test_lists_of_ranks_are_short(ranks, words):
-    assert name_ranks(ranks) == words

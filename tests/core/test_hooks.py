@@ -77,49 +77,40 @@ def test_the_first_answer_wins_where_one_is_wanted(fresh):
     assert hook_relay().storage(scheme="s3") == ("old", "s3")
 
 
-def test_a_misspelt_hook_is_refused_and_leaves_nothing(fresh):
-    class Misspelt:
-        @hookimpl
-        def after_step(self, optimizer):
-            raise AssertionError
+class Misspelt(Recorder):
+    @hookimpl
+    def after_stepp(self, optimizer):
+        raise AssertionError
 
-        @hookimpl
-        def after_stepp(self, optimizer):
-            raise AssertionError
 
-    with pytest.raises(PluginError, match=r"cannot be used as hooks: unknown hook 'after_stepp'"):
-        register_hooks(Misspelt())
+class UnknownArgument:
+    @hookimpl
+    def after_step(self, optimiser):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (Misspelt, r"cannot be used as hooks: unknown hook 'after_stepp'"),
+        (UnknownArgument, r"cannot be used as hooks: .*optimiser"),
+        (object, r"no function marked with `booster_core\.hookimpl`"),
+    ],
+)
+def test_what_is_no_hook_is_refused_and_leaves_nothing(fresh, make, match):
+    with pytest.raises(PluginError, match=match):
+        register_hooks(make())
     assert not hook_relay().after_step.get_hookimpls()
-    register_hooks(Recorder())
 
 
-def test_an_unknown_argument_is_refused_and_leaves_nothing(fresh):
-    class Unknown:
-        @hookimpl
-        def after_step(self, optimiser):
-            raise AssertionError
-
-    with pytest.raises(PluginError, match=r"cannot be used as hooks: .*optimiser"):
-        register_hooks(Unknown())
-    assert not hook_relay().after_step.get_hookimpls()
-
-
-def test_an_object_without_marked_functions_is_refused(fresh):
-    with pytest.raises(PluginError, match=r"no function marked with `booster_core\.hookimpl`"):
-        register_hooks(object())
-
-
-def test_registering_twice_is_refused(fresh):
+def test_an_object_is_registered_once(fresh):
     recorder = Recorder()
+    with pytest.raises(PluginError, match="is not registered as hooks"):
+        unregister_hooks(recorder)
     register_hooks(recorder)
     with pytest.raises(PluginError, match="is registered already"):
         register_hooks(recorder)
     assert hook_relay().after_step.get_hookimpls()
-
-
-def test_unregistering_a_stranger_is_refused(fresh):
-    with pytest.raises(PluginError, match="is not registered as hooks"):
-        unregister_hooks(Recorder())
 
 
 def test_installed_hooks_are_found_and_a_broken_one_is_reported_and_left_out(install, fresh):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError, MissingRanksError
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall, observed_by
-from booster_core.ranks.world import PROGRESS, Progress, current_world
+from booster_core.ranks.world import PROGRESS, current_world
 from booster_testing import run_on_ranks
 
 
@@ -19,21 +19,6 @@ def _fresh():
     PROGRESS.clear()
     yield
     PROGRESS.clear()
-
-
-def test_calls_are_counted():
-    progress = Progress()
-    assert [progress.enter("step"), progress.enter("step"), progress.enter("backward")] == [1, 2, 1]
-    assert progress.record() == {
-        "counts": {"step": 2, "backward": 1},
-        "last": ("backward", 1),
-        "finished": False,
-        "call": ("step", 1),
-        "ranks": None,
-    }
-    progress.finish("step")
-    assert progress.record()["last"] == ("step", 2)
-    assert progress.record()["finished"]
 
 
 def test_a_context_notes_beginning_and_end():

@@ -4,20 +4,12 @@ import textwrap
 import time
 
 import pytest
-from two_hosts import ADDRESSES, two_hosts
+from two_hosts import two_hosts
 
 LIMIT_SECONDS = 30.0
 """What Booster promises, from a host's death to the end of the processes on the other."""
 TORCHRUN_SECONDS = 30.0
 """How long torchrun itself may take to end after its processes have."""
-
-
-def c10d(number):
-    """Return torchrun's options for host ``number`` under the rendezvous that allows restarts of several nodes."""
-    return [
-        "--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:29400", "--rdzv-id=restarts", "--max-restarts=1",
-        f"--rdzv-conf=is_host={number == 0}", f"--local-addr={ADDRESSES[number]}",
-    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -47,34 +39,6 @@ def test_ranks_know_that_they_share_no_host(hosts, tmp_path):
         assert f'"rank": {number}, "local_rank": 0' in hosts.output(number)
         assert '"hosts": 2' in hosts.output(number)
         assert "Warning" not in hosts.output(number)
-
-
-RESTARTED = """
-import os, sys
-from pathlib import Path
-from booster_core import launch_from_torch
-
-c = launch_from_torch(verbose=False, timeout_seconds=40)
-failed = Path("failed")
-if c.rank == int(sys.argv[1]) and not failed.exists():
-    failed.touch()
-    raise RuntimeError("the error of the first attempt")
-print(f"rank {c.rank} met {c.all_gather_object(c.rank)}", flush=True)
-"""
-
-
-@pytest.mark.slow  # restarts under torchrun
-@pytest.mark.parametrize("victim", [0, 1])
-def test_hosts_meet_again_after_a_rank_failed(hosts, tmp_path, victim, monkeypatch):
-    # Without the monitor the other host's rank does not fail: only one of the agents counts a restart.
-    monkeypatch.setenv("BOOSTER_MONITOR", "0")
-    script = tmp_path / "train.py"
-    script.write_text(RESTARTED)
-    hosts.torchrun(script, victim, options=c10d)
-    assert [hosts.wait(number, 200) for number in range(2)] == [0, 0], hosts.output(0) + hosts.output(1)
-    assert "the error of the first attempt" in hosts.output(victim)
-    for number in range(2):
-        assert f"rank {number} met [0, 1]" in hosts.output(number)
 
 
 TRAINING = """

@@ -180,50 +180,54 @@ def test_frozen_parameters_leave_the_optimizer_with_their_names():
     assert all("lora_" in name for name in group["param_names"])
 
 
-def test_enabling_twice_is_refused():
-    booster = Booster("cpu")
-    model = booster.enable_lora(make_model(), lora_config=make_config())
-    with pytest.raises(ConfigError, match="has adapters already"):
-        booster.enable_lora(model, lora_config=make_config())
-
-
-def test_enabling_after_boost_is_refused():
-    booster = Booster("cpu")
-    boosted, *_ = booster.boost(make_model())
-    with pytest.raises(ConfigError, match=r"already boosted\. Call `enable_lora` before `boost`"):
-        booster.enable_lora(boosted, lora_config=make_config())
+def enable(booster, model, **config):
+    return booster.enable_lora(model, lora_config=make_config(**config))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's compiler, when it is first imported
-def test_enabling_after_compilation_is_refused():
-    with pytest.raises(ConfigError, match=r"before `torch\.compile`"):
-        Booster("cpu").enable_lora(torch.compile(make_model()), lora_config=make_config())
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda booster, _: enable(booster, enable(booster, make_model())), ConfigError, "has adapters already"),
+        (
+            lambda booster, _: enable(booster, booster.boost(make_model()).model),
+            ConfigError,
+            r"already boosted\. Call `enable_lora` before `boost`",
+        ),
+        (lambda booster, _: enable(booster, torch.compile(make_model())), ConfigError, r"before `torch\.compile`"),
+        (
+            lambda booster, _: booster.enable_lora(TinyMLP(), lora_config=peft.LoraConfig()),
+            ConfigError,
+            r"specify `target_modules`.*Linear layers of `TinyMLP`: first, second",
+        ),
+        (lambda booster, _: booster.enable_lora(make_model()), ConfigError, "got neither of them"),
+        (
+            lambda booster, folder: booster.enable_lora(make_model(), pretrained_dir=folder, lora_config=CONFIG),
+            ConfigError,
+            "got both of them",
+        ),
+        (
+            lambda booster, folder: booster.enable_lora(make_model(), pretrained_dir=folder),
+            CheckpointError,
+            r"holds no 'adapter_config.json'",
+        ),
+        (
+            lambda booster, folder: booster.save_lora_as_pretrained(booster.boost(nn.Linear(2, 2)).model, folder),
+            ConfigError,
+            "has no adapters to save",
+        ),
+    ],
+)
+def test_what_no_adapters_can_be_made_or_saved_of_is_refused(call, error, match, tmp_path):
+    with pytest.raises(error, match=match):
+        call(Booster("cpu"), tmp_path)
 
 
 def test_unknown_target_modules_are_refused_with_the_layers_there_are():
     booster, model = Booster("cpu"), make_model()
     with pytest.raises(ConfigError, match=r"'query'.*not found.*Linear layers of `LlamaForCausalLM`: .*q_proj.*v_proj"):
-        booster.enable_lora(model, lora_config=make_config(target_modules=["query"]))
-    booster.enable_lora(model, lora_config=make_config())  # nothing is left of the attempt
-
-
-def test_a_model_whose_layers_peft_does_not_know_is_refused():
-    with pytest.raises(ConfigError, match=r"specify `target_modules`.*Linear layers of `TinyMLP`: first, second"):
-        Booster("cpu").enable_lora(TinyMLP(), lora_config=peft.LoraConfig())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [({}, "got neither of them"), ({"pretrained_dir": "x", "lora_config": CONFIG}, "got both of them")],
-)
-def test_one_of_config_and_folder_is_needed(arguments, match):
-    with pytest.raises(ConfigError, match=match):
-        Booster("cpu").enable_lora(make_model(), **arguments)
-
-
-def test_a_folder_without_adapters_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds no 'adapter_config.json'"):
-        Booster("cpu").enable_lora(make_model(), pretrained_dir=tmp_path)
+        enable(booster, model, target_modules=["query"])
+    enable(booster, model)  # nothing is left of the attempt
 
 
 def test_adapters_of_another_model_are_refused(tmp_path):
@@ -236,13 +240,6 @@ def test_adapters_of_another_model_are_refused(tmp_path):
 def test_a_base_is_not_quantised_on_every_device():
     with pytest.raises(ConfigError, match="on CUDA and the CPU, and this run's device is 'mps'"):
         check_quantization(None, torch.device("mps"))
-
-
-def test_saving_without_adapters_is_refused(tmp_path):
-    booster = Booster("cpu")
-    boosted, *_ = booster.boost(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="has no adapters to save"):
-        booster.save_lora_as_pretrained(boosted, tmp_path)
 
 
 class WithoutAdapters(SingleDeviceStrategy):

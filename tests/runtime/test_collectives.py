@@ -12,7 +12,6 @@ from ranked import on_ranks
 
 from booster_runtime import collectives
 from booster_runtime.collectives.pending import WAITS, Pending
-from booster_testing import run_on_ranks
 
 
 def values(rank, numel, dtype):
@@ -108,13 +107,6 @@ def term(rank, numel, dtype):
     )
 
 
-def combined(numel, dtype, op_name):
-    op = getattr(dist.ReduceOp, op_name)
-    tensor = term(dist.get_rank(), numel, dtype)
-    collectives.all_reduce(tensor, op).wait()
-    return tensor
-
-
 def in_rank_order(size, numel, dtype, op_name):
     """Return the sum or average in rank order, in fp32 if the dtype is narrower."""
     wide = torch.promote_types(dtype, torch.float32)
@@ -130,11 +122,12 @@ def in_rank_order(size, numel, dtype, op_name):
     op_name=["SUM", "AVG"],
     dtype=named([torch.float32, torch.bfloat16, torch.float16], str),
 )
+@on_ranks("num_ranks")
 def test_all_reduce_sums_in_rank_order_and_fp32(num_ranks, op_name, dtype):
     for numel in (1, 1000, 100_003):  # small and large ones travel differently
-        expected = in_rank_order(num_ranks, numel, dtype, op_name)
-        for found in run_on_ranks(combined, num_ranks, numel, dtype, op_name):
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        tensor = term(dist.get_rank(), numel, dtype)
+        collectives.all_reduce(tensor, getattr(dist.ReduceOp, op_name)).wait()
+        torch.testing.assert_close(tensor, in_rank_order(num_ranks, numel, dtype, op_name), rtol=0, atol=0)
 
 
 @matrix(
@@ -153,28 +146,20 @@ def test_all_reduce_is_exact_where_no_order_changes_the_result(num_ranks, numel,
     assert torch.equal(tensor, expected)
 
 
-def averages_large_halves():
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks("num_ranks")
+def test_an_average_of_halves_does_not_overflow_in_the_sum(num_ranks):
     tensor = torch.full((200_000,), 60_000.0, dtype=torch.float16)
     collectives.all_reduce(tensor, dist.ReduceOp.AVG).wait()
-    return tensor.isfinite().all().item() and bool((tensor == torch.tensor(60_000.0).half()).all())
+    assert bool((tensor == torch.tensor(60_000.0).half()).all())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_an_average_of_halves_does_not_overflow_in_the_sum(num_ranks):
-    assert all(run_on_ranks(averages_large_halves, num_ranks))
-
-
-def scatters_to_narrow():
-    size, rank = dist.get_world_size(), dist.get_rank()
-    source = term(rank, 4 * size, torch.float32)
-    before = source.clone()
-    out = torch.empty(4, dtype=torch.bfloat16)
-    collectives.reduce_scatter(source, range(0, 4 * size + 1, 4), out).wait()
-    return torch.equal(source, before)
-
-
+@on_ranks(3)
 def test_reduce_scatter_into_a_narrower_dtype_keeps_the_source():
-    assert all(run_on_ranks(scatters_to_narrow, 3))
+    source = term(dist.get_rank(), 12, torch.float32)
+    before = source.clone()
+    collectives.reduce_scatter(source, range(0, 13, 4), torch.empty(4, dtype=torch.bfloat16)).wait()
+    assert torch.equal(source, before)
 
 
 @on_ranks(3)

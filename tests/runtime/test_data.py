@@ -19,6 +19,11 @@ class Numbers(IterableDataset):
         return iter(range(self.count))
 
 
+class Sized(Numbers):
+    def __len__(self):
+        return self.count
+
+
 class WorkerSeeds(torch.utils.data.Dataset):
     def __len__(self):
         return 8
@@ -127,6 +132,23 @@ def test_iterable_data_sets_are_dealt_out(num_workers):
     assert parts == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 10]]
     parts = [seen(loader) for loader in loaders(Numbers(11), 2, 2, num_workers=num_workers, drop_last=True)]
     assert parts == [[0, 2, 4, 6], [1, 3, 5, 7]], "the end fills no batch of each rank"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", [11, 12, 13])
+def test_the_length_of_a_loader_over_a_sized_stream_is_its_number_of_batches(count, drop_last, num_workers):
+    options = {"drop_last": drop_last, "num_workers": num_workers}
+    plain = DataLoader(Sized(count), batch_size=3, **options)
+    share = count // 2 if drop_last else -(-count // 2)
+    expected = share // 3 if drop_last else -(-share // 3)
+    for loader in (*loaders(Sized(count), 3, 2, **options), split_dataloader(plain, rank=1, world_size=2, seed=0)):
+        assert (len(loader), sum(1 for _ in loader), len(loader)) == (expected,) * 3
+
+
+def test_the_length_of_a_loader_of_single_items_is_that_of_a_share():
+    loader = split_dataloader(DataLoader(Sized(13), batch_size=None), rank=0, world_size=2, seed=0)
+    assert len(loader) == sum(1 for _ in loader) == 7
 
 
 def test_an_iterable_data_set_resumes_with_another_number_of_ranks():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from booster_core.errors import ConfigError
 from booster_runtime.data.prepare import prepare_dataloader
@@ -41,12 +41,6 @@ def test_leaving_an_epoch_early_starts_the_next_one(rank, num_workers):
         assert loader.epoch == epoch
     assert some(loader, 99) == order_of(3, rank)
     assert loader.epoch == 4
-
-
-def test_taking_one_batch_at_a_time_trains_on_more_than_one_batch():
-    loader = make()
-    taken = [next(iter(loader)).tolist() for _ in range(3)]
-    assert taken == [order_of(epoch)[:4] for epoch in range(3)]
 
 
 def test_an_iterator_that_nothing_was_taken_of_begins_no_epoch():
@@ -119,25 +113,3 @@ def test_a_generator_that_would_not_decide_on_the_order_is_refused():
         prepare_dataloader(range(SAMPLES), shuffle=True, generator=generator, **place)
     in_order = prepare_dataloader(range(SAMPLES), generator=generator, **place)
     assert next(iter(in_order)).tolist() == [0, 2, 4, 6]
-
-
-def test_a_generators_order_goes_on_inside_of_an_epoch():
-    def make_loader(world_size, rank):
-        generator = torch.Generator().manual_seed(11)
-        plain = DataLoader(range(SAMPLES), batch_size=4, sampler=RandomSampler(range(SAMPLES), generator=generator))
-        return split_dataloader(plain, rank=rank, world_size=world_size, seed=0)
-
-    (alone,) = [make_loader(1, 0)]
-    some(alone, 99)
-    expected = some(alone, 99)
-    loaders = [make_loader(2, rank) for rank in range(2)]
-    for loader in loaders:
-        some(loader, 99)
-    first = [some(loader, 2) for loader in loaders]
-    states = [loader.state_dict() for loader in loaders]
-    assert states[0] == states[1]
-    (resumed,) = [make_loader(1, 0)]
-    resumed.load_state_dict(states[0])
-    seen = [sample for turn in zip(*first, strict=True) for sample in turn]
-    assert seen == expected[:16]
-    assert some(resumed, 99) == expected[16:]

@@ -93,27 +93,6 @@ def test_the_classs_set_epoch_is_called_too():
     assert [batch.tolist() for batch in first] != [batch.tolist() for batch in second]
 
 
-def test_the_users_own_loader_is_left_as_it_was():
-    loader = Named(range(8), batch_size=4)
-    split(loader)
-    assert type(loader) is Named
-    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_a_position_is_resumed_and_padding_left_out():
-    first = split(Named(range(SAMPLES), batch_size=4))[1]
-    iterator = iter(first)
-    next(iterator)
-    state = first.state_dict()
-    rest = [batch.tolist() for batch in iterator]
-    again = split(Named(range(SAMPLES), batch_size=4))[1]
-    again.load_state_dict(state)
-    assert [batch.tolist() for batch in again] == rest
-    odd = split(Named(range(21), batch_size=4))[1]
-    seen = [odd.without_padding(batch).tolist() for batch in odd]
-    assert [sample for batch in seen for sample in batch] == list(range(1, 21, 2))
-
-
 class Doubled(DataLoader):
     def __iter__(self):
         for batch in super().__iter__():

@@ -135,18 +135,6 @@ def test_drawing_an_order_leaves_the_runs_random_numbers_alone():
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(get_numpys(), states[1], strict=True))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_weights_decide_how_often_samples_are_drawn(seed):
-    weights = torch.tensor([0.0, 1.0, 0.0, 3.0])
-    plain = DataLoader(range(4), batch_size=50, sampler=WeightedRandomSampler(weights, 4000))
-    parts = [taken(split_dataloader(plain, rank=rank, world_size=2, seed=seed)) for rank in range(2)]
-    counts = torch.bincount(torch.tensor(parts[0] + parts[1]), minlength=4)
-    assert counts[0] == counts[2] == 0
-    # 3000 of 4000 are expected, with a standard deviation of 27.
-    assert 2850 < counts[3] < 3150
-    assert parts[0] != parts[1]
-
-
 @pytest.mark.parametrize("kind", ["weighted", "own", "seeded", "subset"])
 @pytest.mark.parametrize("steps", [2, 3])
 def test_an_order_is_resumed_with_another_number_of_ranks(kind, steps):

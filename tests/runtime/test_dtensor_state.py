@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import matrix
 from ranked import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +11,6 @@ from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.sharding.dtensor import DTensorStateAdapter, dtensor_shards
 from booster_testing import run_on_ranks
-from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 
 PLACEMENTS = {
     "rows": ((4,), [Shard(0)], (7, 5)),
@@ -74,72 +72,3 @@ def test_values_that_are_still_to_be_summed_are_refused():
     tensor = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
     with pytest.raises(CheckpointError, match=r"'w/sum' is placed as .* so no rank holds its values"):
         list(dtensor_shards("w", "sum", tensor))
-
-
-MESHES = {
-    "rows": ((2,), ("dp",)),
-    "replicas of rows": ((2, 2), ("replicas", "dp")),
-    "rows within columns": ((2, 2), ("dp", "tp")),
-    "more rows": ((4,), ("dp",)),
-}
-
-
-def sharded_run(name):
-    """Return a model sharded by torch over a mesh, by hand, and an optimizer over its DTensors."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    sizes, axes = MESHES[name]
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
-    torch.manual_seed(len(sizes))
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3), nn.Tanh())
-    if "tp" in axes:
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"] if "tp" in axes else mesh)
-    # DTensors of two meshes do not fit into one call of a fused or foreach kernel.
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-
-
-def step(model, optimizer, number):
-    generator = torch.Generator().manual_seed(number)
-    model(torch.randn(4, 5, generator=generator)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def whole_values(model, optimizer):
-    parameters = dict(model.named_parameters())
-    moments = {f"{name}/exp_avg": optimizer.state[parameter]["exp_avg"] for name, parameter in parameters.items()}
-    return {name: tensor.detach().full_tensor().clone() for name, tensor in {**parameters, **moments}.items()}
-
-
-def save_and_go_on(name, folder):
-    from engine_calls import EngineCalls
-
-    io, coordinator = EngineCalls(), DistCoordinator()
-    model, optimizer = sharded_run(name)
-    step(model, optimizer, 0)
-    io.save_model(DTensorStateAdapter(model, optimizer, coordinator), f"{folder}/m", module=model, shard=True)
-    io.save_optimizer(DTensorStateAdapter(model, optimizer, coordinator), f"{folder}/o", shard=True)
-    step(model, optimizer, 1)
-    return whole_values(model, optimizer)
-
-
-def load_and_go_on(name, folder):
-    from engine_calls import EngineCalls
-
-    io, coordinator = EngineCalls(), DistCoordinator()
-    model, optimizer = sharded_run(name)
-    io.load_model(DTensorStateAdapter(model, optimizer, coordinator), f"{folder}/m")
-    io.load_optimizer(DTensorStateAdapter(model, optimizer, coordinator), f"{folder}/o")
-    step(model, optimizer, 1)
-    return whole_values(model, optimizer)
-
-
-@matrix(["rows-rows"], saved=MESHES, loaded=MESHES)
-def test_an_optimizer_over_dtensors_goes_on_over_another_mesh(saved, loaded, tmp_path):
-    sizes = {name: torch.Size(sizes).numel() for name, (sizes, _) in MESHES.items()}
-    expected = run_on_ranks(save_and_go_on, sizes[saved], saved, str(tmp_path))[0]
-    tolerance = EXACT if saved == loaded else tolerance_for(torch.float32)
-    for actual in run_on_ranks(load_and_go_on, sizes[loaded], loaded, str(tmp_path)):
-        assert_same_tensors(actual, expected, tolerance)

@@ -59,26 +59,6 @@ def test_files_do_not_depend_on_the_number_of_ranks(use_async, tmp_path):
     assert load_file(tmp_path / "1" / names[0])["first.weight"].shape == (32, 8)
 
 
-def resume(folder):
-    run = Run()
-    ema = booster_runtime.ema(run.booster, run.model, 0.5)
-    report = ema.load(folder)
-    untouched = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    with ema.applied():
-        inside = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    assert all(torch.equal(run.model.state_dict()[name], untouched[name]) for name in untouched)
-    return report.loaded, inside
-
-
-def test_loads_at_another_number_of_ranks(tmp_path):
-    path = tmp_path / "ema.safetensors"
-    run_on_ranks(train_and_save, 1, str(path), False, False)
-    saved = load_file(path)
-    for loaded, inside in run_on_ranks(resume, 2, str(path)):
-        assert set(loaded) == set(saved)
-        assert all(torch.equal(inside[name], saved[name]) for name in saved)
-
-
 def test_the_model_gets_its_weights_back_after_an_error():
     run = Run()
     ema = booster_runtime.ema(run.booster, run.model, 0.9)

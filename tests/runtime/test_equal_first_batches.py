@@ -1,7 +1,6 @@
 """Ranks that train on the same batch are told once; only training is looked at."""
 
 import copy
-import logging
 import pickle
 
 import pytest
@@ -16,6 +15,13 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
 
 
+class SharesSamples(ReferencePlugin):
+    """Has ranks that work on one batch together."""
+
+    def data_parallel_coordinates(self, coordinator):
+        return 0, 1
+
+
 def train(feed, accumulate=1, before=None, steps=4):
     """Train in the way that ``feed`` names, and return what the project's logger said on this rank."""
     rank = DistCoordinator().rank
@@ -23,13 +29,11 @@ def train(feed, accumulate=1, before=None, steps=4):
     data = torch.randn(32, 8)
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
-    booster = Booster("cpu", plugin=ReferencePlugin())
+    booster = Booster("cpu", plugin=SharesSamples() if feed == "shared" else ReferencePlugin())
     loader = DataLoader(data, batch_size=4, shuffle=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    records = Records()
-    logging.getLogger("booster").addHandler(records)
-    try:
-        passed = loader if feed == "boosted loader" else None
+    passed = loader if feed == "boosted loader" else None
+    with Records() as records:
         model, optimizer, _, boosted, _ = booster.boost(module, optimizer, None, passed)
         if feed != "separate by themselves":
             torch.manual_seed(rank if feed == "seeded by rank" else 3)
@@ -44,8 +48,6 @@ def train(feed, accumulate=1, before=None, steps=4):
             optimizer.step()
             optimizer.zero_grad()
         assert not model._forward_pre_hooks or steps == 1, "nothing is left in the way of a step"
-    finally:
-        logging.getLogger("booster").removeHandler(records)
     return records.texts
 
 
@@ -57,16 +59,14 @@ def test_equal_batches_are_told_once_on_rank_0(feed, accumulate):
     assert "Pass the data loader to `boost`" in texts[0][0]
 
 
-@pytest.mark.parametrize("feed", ["separate by themselves", "seeded by rank", "boosted loader"])
+@pytest.mark.parametrize("feed", ["separate by themselves", "seeded by rank", "boosted loader", "shared"])
 def test_batches_of_ones_own_are_not_told(feed):
     assert run_on_ranks(train, 2, feed) == [[], []]
 
 
 def train_in_pipeline(is_same):
     """Train through `execute_pipeline`, and return what was said."""
-    records = Records()
-    logging.getLogger("booster").addHandler(records)
-    try:
+    with Records() as records:
         booster = Booster("cpu", plugin=ReferencePipelinePlugin())
         module = nn.Linear(8, 1)
         model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -76,8 +76,6 @@ def train_in_pipeline(is_same):
             booster.execute_pipeline(batches, model, lambda outputs, _: outputs.square().mean(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        logging.getLogger("booster").removeHandler(records)
     return len(records.texts)
 
 

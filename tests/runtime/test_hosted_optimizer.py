@@ -66,21 +66,6 @@ def test_state_is_cut_as_the_parameter_is():
     assert set(optimizer.state) == {pieces[0].values, pieces[1].values}
 
 
-def test_a_step_updates_pieces_as_it_would_the_whole():
-    host, optimizer, pieces, _, parameters = hosted()
-    whole, reference = trained()
-    for piece in pieces.values():
-        piece.values.grad = torch.full_like(piece.values, 2.0)
-    for parameter in whole:
-        parameter.grad = torch.full_like(parameter, 2.0)
-    with host.showing_pieces():
-        optimizer.step()
-    reference.step()
-    torch.testing.assert_close(pieces[0].values.detach(), whole[0].detach().view(-1)[2:6])
-    torch.testing.assert_close(pieces[1].values.detach(), whole[1].detach())
-    del parameters
-
-
 def test_a_parameter_of_another_rank_leaves_the_list():
     parameters, optimizer = trained()
     host = HostedOptimizer(optimizer, NAMES)
@@ -105,19 +90,6 @@ def test_shards_name_their_part():
     count = piece_shard("weight", "row_var", pieces[0], torch.ones(2), is_owner=True)
     assert (count.global_shape, count.is_owner) == ((2,), False), "the rank of the first part writes it"
     assert whole_shard("x", None, torch.ones(()), is_owner=True).global_shape == ()
-
-
-def test_groups_are_listed_by_the_names_of_all_their_parameters():
-    parameters, optimizer = trained()
-    host = HostedOptimizer(optimizer, NAMES)
-    host.adopt(0, [0], {0: piece_of(0, parameters[0], 2, 6)})
-    host.adopt(1, [1], {})
-    weight, bias = host.listed()
-    assert (weight.names, bias.names) == (("weight",), ("bias",))
-    assert [group.described().options["lr"] for group in (weight, bias)] == [0.1, 0.5]
-    assert (bias.tensors, [*bias.states()]) == ({}, []), "another rank has it"
-    ((name, tensors, scalars),) = weight.states()
-    assert (name, sorted(tensors), scalars) == ("weight", ["exp_avg", "exp_avg_sq", "step"], {})
 
 
 def test_saved_options_and_state_come_back():

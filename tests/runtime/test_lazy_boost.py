@@ -1,18 +1,13 @@
 """Lazy models under the default plugin, and in the hands of a plugin that places values itself."""
 
-from typing import Any, ClassVar
-
 import torch
 from torch import nn
 
-from booster_core import Boosted, Booster, Plugin
-from booster_core.plugin import ModelWrapper, OptimizerWrapper
 from booster_core.state.shard import TensorShard, full_box
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import take_recording
 from booster_runtime.lazy.log import Entry
 from booster_runtime.lazy.replay import Replay
-from booster_runtime.single import SingleDeviceStrategy
 from booster_testing.models import TinyMixedBag, TinyMLP
 
 
@@ -22,50 +17,6 @@ def build(lazy: bool, model_class: type[nn.Module] = TinyMLP) -> nn.Module:
         return model_class()
     with LazyInitContext():
         return model_class()
-
-
-class SlicingPlugin(SingleDeviceStrategy):
-    """Keeps the first row of every matrix, and all of the rest."""
-
-    name: ClassVar[str] = "slicing"
-    placeholders: ClassVar[str | None] = "own"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[str, torch.Tensor] = {}
-
-    def shard(self, objects: Boosted, context: Any, values: Any) -> Boosted:
-        assert values is None, "left to this plugin"
-        recording = take_recording(objects.model)
-        shards = []
-        for name, parameter in objects.model.named_parameters():
-            assert parameter.is_meta
-            if parameter.dim() == 2:
-                shape = tuple(parameter.shape)
-                self.kept[name] = torch.empty(1, shape[1])
-                box = ((0, 1), (0, shape[1]))
-                shards.append(
-                    TensorShard(name=name, global_shape=shape, dtype=parameter.dtype, box=box, data=self.kept[name])
-                )
-        recording.fill(shards, context.device)
-        optimizer = objects.optimizer and OptimizerWrapper(objects.optimizer, context=context)
-        return objects._replace(model=ModelWrapper(objects.model), optimizer=optimizer)
-
-
-def test_a_plugin_may_keep_parts() -> None:
-    plugin = SlicingPlugin()
-    assert isinstance(plugin, Plugin)
-    model = build(lazy=True, model_class=TinyMixedBag)
-    Booster(plugin=plugin).boost(model)
-    eager = build(lazy=False, model_class=TinyMixedBag)
-    for name, parameter in eager.named_parameters():
-        if parameter.dim() == 2:
-            assert torch.equal(plugin.kept[name], parameter[:1])
-            assert model.get_parameter(name).is_meta
-        else:
-            assert torch.equal(model.get_parameter(name), parameter)
-    for name, buffer in eager.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer)
 
 
 def whole_shards(model: nn.Module) -> list[TensorShard]:

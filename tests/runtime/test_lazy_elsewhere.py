@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from booster_core import Booster
 from booster_core.errors import LazyInitError
 from booster_runtime import LazyInitContext
-from booster_runtime.lazy import is_lazy, materialize
+from booster_runtime.lazy import materialize
 from booster_testing.models import TinyMLP
 
 SEED = 7
@@ -48,14 +48,6 @@ def test_a_criterion_with_weights_gets_its_values(alone) -> None:
     assert torch.equal(criterion.weight, expected.weight)
 
 
-def test_another_model_of_the_context_stays_lazy() -> None:
-    model, other = build(True, lambda _: TinyMLP())
-    materialize(model)
-    assert is_lazy(other)
-    materialize(other)
-    assert torch.equal(other.first.weight, build(False, lambda _: TinyMLP())[1].first.weight)
-
-
 def test_a_tensor_that_cannot_change_in_place_is_named() -> None:
     def keep(model: nn.Module) -> list[Tensor]:
         model.kept = [torch.rand(5)]
@@ -86,16 +78,3 @@ def test_optimizer_state_made_at_construction_gets_its_values(initial) -> None:
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(one, other)
         assert torch.equal(optimizer.state[one]["sum"], expected.state[other]["sum"])
-
-
-def test_post_accumulate_grad_hooks_stay() -> None:
-    with LazyInitContext():
-        model = TinyMLP()
-    seen: list[tuple[int, ...]] = []
-    handle = model.first.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.shape))
-    materialize(model)
-    model(torch.ones(2, 8)).sum().backward()
-    assert seen == [model.first.weight.shape]
-    handle.remove()
-    model(torch.ones(2, 8)).sum().backward()
-    assert len(seen) == 1

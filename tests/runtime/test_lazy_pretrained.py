@@ -164,19 +164,6 @@ def test_a_converted_tensor_is_read_into_its_own_dtype_first(folder) -> None:
     assert torch.equal(shard.data, eager.get_parameter(name).float())
 
 
-def test_trains_as_loaded(folder) -> None:
-    x = torch.arange(16).view(2, 8)
-
-    def loss_after_a_step(model: nn.Module) -> float:
-        booster = Booster()
-        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-        booster.backward(model(input_ids=x, labels=x).loss, optimizer)
-        optimizer.step()
-        return float(model(input_ids=x, labels=x).loss.detach())
-
-    assert loss_after_a_step(lazily(folder)) == loss_after_a_step(from_pretrained(folder))
-
-
 @pytest.mark.parametrize("folder", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"], indirect=True)
 def test_load_pretrained_runs_no_initialiser(folder, monkeypatch) -> None:
     eager = from_pretrained(folder)

@@ -57,23 +57,6 @@ def test_it_equals_that_of_whole_logits_to_rounding(options, bias):
             torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-15)
 
 
-def test_gradients_are_those_of_finite_differences():
-    hidden, head, labels = make()
-    of_label = vocabulary_loss._LabelLoss(-100)
-
-    def loss(hidden, weight, bias):
-        return vocabulary_loss._SumOfLosses.apply(hidden, weight, bias, labels.flatten(), of_label, True)
-
-    assert torch.autograd.gradcheck(loss, (hidden.detach().flatten(0, 1).requires_grad_(), *head.parameters()))
-
-
-@pytest.mark.parametrize("count", [6, torch.tensor(6)])
-def test_the_sum_is_divided_by_what_trainers_count(count):
-    hidden, head, labels = make()
-    expected = whole(hidden, head, labels, reduction="sum") / 6
-    torch.testing.assert_close(linear_cross_entropy(hidden, head, labels, num_items_in_batch=count), expected)
-
-
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_formats_are_as_near_to_the_truth_as_whole_logits(dtype, scale):
@@ -255,21 +238,6 @@ def test_adapters_on_layers_and_not_on_the_head_are_fine():
     on_head = add(plain, lora_config=peft.LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(ConfigError, match="not a linear layer"):
         enable_linear_cross_entropy(on_head)
-
-
-def test_a_lazy_model_has_its_own_loss():
-    from booster_runtime import LazyInitContext
-
-    with LazyInitContext():
-        model = tiny_llama()
-    enable_linear_cross_entropy(model)
-    booster = Booster()
-    model, optimizer, *_ = booster.boost(model.train(), torch.optim.SGD(model.parameters()))
-    outputs = model(**batch())
-    assert outputs.logits is None
-    booster.backward(outputs.loss, optimizer)
-    with torch.no_grad():
-        torch.testing.assert_close(outputs.loss.detach(), model.eval()(**batch()).loss)
 
 
 def test_compiled_models_break_their_graph_at_the_head():

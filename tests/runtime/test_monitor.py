@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import resource
 import selectors
 import socket
 import threading
@@ -11,8 +13,6 @@ import time
 
 import pytest
 import torch.distributed as dist
-from many_files import numbered_high
-from monitor_clients import TOKEN, MonitorClient, at
 from patience import unhindered_seconds
 
 from booster_core.errors import CheckpointError, RankFailedError
@@ -20,9 +20,57 @@ from booster_core.ranks import PROGRESS, World
 from booster_runtime.watch import MonitorMember, start_monitor
 from booster_runtime.watch import member as member_module
 from booster_runtime.watch import server as server_module
+from booster_runtime.watch.failure_detector import Point, Record
 from booster_runtime.watch.server import Server
 from booster_runtime.watch.sockets import encode, is_readable
 from booster_runtime.watch.uncaught import is_consequence
+
+TOKEN = "secret"
+
+
+class MonitorClient:
+    """A connection, of a rank once it has said hello."""
+
+    def __init__(self, port):
+        self.connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self.pending = b""
+        self.messages = []
+
+    def send(self, **message):
+        self.connection.sendall(encode(message))
+        return self
+
+    def hello(self, rank, token=TOKEN):
+        return self.send(type="hello", rank=rank, pid=1000 + rank, token=token)
+
+    def here(self, name, number, **counts):
+        return self.send(type="here", record=at(name, number, **counts))
+
+    def where(self, name, number, ranks=None, **counts):
+        return self.send(type="where", record=at(name, number, **counts), call=Point(name, number, ranks))
+
+    def receive(self):
+        """Return the next message; raise EOFError where the connection has ended."""
+        while not self.messages:
+            data = self.connection.recv(65536)
+            if not data:
+                raise EOFError
+            self.messages += self.feed(data)
+        return self.messages.pop(0)
+
+    def feed(self, data):
+        """Return the messages that some bytes complete."""
+        *lines, self.pending = (self.pending + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self):
+        self.connection.close()
+
+
+def at(name, number, **counts):
+    """The record of a rank that is in a call."""
+    call = Point(name, number)
+    return Record(counts={**counts, name: number}, last=call, is_finished=False, waits=[call])
 
 
 @pytest.fixture
@@ -389,9 +437,18 @@ def test_consequences_are_told_from_causes(error, expected):
     assert is_consequence(error) == expected
 
 
-def test_a_connection_of_a_process_with_a_thousand_open_files_is_looked_at():
+@pytest.fixture
+def many_files():
+    """Let descriptors have numbers that ``select.select`` does not take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_connection_of_a_process_with_a_thousand_open_files_is_looked_at(many_files):
     one, other = socket.socketpair()
-    with one, other, numbered_high(one.fileno()) as number, socket.socket(fileno=number) as high:
+    with one, other, socket.socket(fileno=fcntl.fcntl(one.fileno(), fcntl.F_DUPFD, 1024)) as high:
         assert not is_readable(high, 0.0)
         other.send(b"x")
         assert is_readable(high, 5.0)

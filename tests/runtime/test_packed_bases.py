@@ -24,32 +24,14 @@ pytestmark = [
 
 
 @on_ranks(1)
-def test_adapters_train_over_a_packed_base():
-    """Train adapters over a packed base; return losses, and whether the base has stayed."""
+def test_a_lazy_base_is_not_packed():
     use_isolated_libraries()
     import_quietly(["bitsandbytes"])
-    torch.manual_seed(3)
-    booster, losses = Booster("cpu"), []
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    model = booster.enable_lora(tiny_llama(), lora_config=config, bnb_quantization_config=bits(4))
     with LazyInitContext():
         lazy = tiny_llama()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     with pytest.raises(ConfigError, match="A lazy model has no values to quantise"):
-        booster.enable_lora(lazy, lora_config=config, bnb_quantization_config=bits(4))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    packed = [p for p in model.unwrap().parameters() if not p.is_floating_point()]
-    before = [p.clone() for p in packed]
-    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
-    for _ in range(3):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    num_packed, is_same = len(packed), all(map(torch.equal, packed, before))
-    assert losses[2] < losses[1] < losses[0]
-    assert num_packed == 2 * 7, "the linear layers of both blocks, and not the head"
-    assert is_same
+        Booster("cpu").enable_lora(lazy, lora_config=config, bnb_quantization_config=bits(4))
 
 
 @on_ranks(1)

@@ -83,29 +83,27 @@ def test_small_values_travel_together(message_bytes, least, most):
     assert least <= messages <= most, messages
 
 
-def watch():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_buffers_that_forward_changed_are_sent():
     model = Mixed(0)
     watch = BufferWatch(model)
-    names = list(watch.buffers())
-    seen = [[name for name, changed in zip(names, watch.changed(), strict=True) if changed]]
+
+    def names_of(changed):
+        return [name for name, is_changed in zip(watch.buffers(), changed, strict=True) if is_changed]
+
+    assert names_of(watch.changed()) == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
     model.eval()
     watch.forget()
-    seen.append([name for name, changed in zip(names, watch.changed(), strict=True) if changed])
-    for _ in range(1 + rank):
+    assert names_of(watch.changed()) == []
+    for _ in range(1 + dist.get_rank()):
         model(torch.ones(4, 2))
     changed = watch.changed()
-    seen.append([name for name, is_changed in zip(names, changed, strict=True) if is_changed])
+    assert names_of(changed) == ["count"]
     watch.send_changed(changed)
-    watch.send_changed([False] * len(names))
+    watch.send_changed([False] * len(changed))
+    assert int(model.count) == 1
     model.mask = ~model.mask  # another tensor
-    seen.append([name for name, is_changed in zip(names, watch.changed(), strict=True) if is_changed])
-    return seen, int(model.count)
-
-
-def test_buffers_that_forward_changed_are_sent():
-    statistics = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
-    assert run_on_ranks(watch, 2) == [([statistics, [], ["count"], ["mask"]], 1)] * 2
+    assert names_of(watch.changed()) == ["mask"]
 
 
 @raises_on_ranks(GradientError, r"rank 1: 'layers\.0', .*'layers\.9', \.\.\.\. Freeze them", 2)
@@ -114,20 +112,17 @@ def test_unused_parameters_are_named_for_each_rank():
     raise_for_unused([f"layers.{index}" for index in range(12)] if dist.get_rank() else [])
 
 
-def places():
+@on_ranks(4)
+def test_ranks_of_two_replicas_know_their_place():
     made = RanksOfWorld(2)
     found = made.get()
     assert made.get() is found, "groups are made once"
-    members = [dist.get_process_group_ranks(group) for group in (found.gathering, found.replica_group)]
+    replica, shard = divmod(dist.get_rank(), 2)
+    assert (found.shard_rank, found.shard_size, found.replica_rank) == (shard, 2, replica)
+    assert dist.get_process_group_ranks(found.gathering) == [2 * replica, 2 * replica + 1]
+    assert dist.get_process_group_ranks(found.replica_group) == [shard, shard + 2]
     alone = RanksOfWorld(1).get()
-    return found.shard_rank, found.shard_size, found.replica_rank, members, (alone.gathering, alone.shard_size)
-
-
-def test_ranks_of_two_replicas_know_their_place():
-    found = run_on_ranks(places, 4)
-    assert [place[:3] for place in found] == [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)]
-    assert [place[3] for place in found] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
-    assert {place[4] for place in found} == {(None, 4)}
+    assert (alone.gathering, alone.shard_size) == (None, 4)
 
 
 def describe(by_backend, is_rounded):

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from counted_samples import COUNT, Features, FeatureStream, evaluate, model_of, train_after_a_peek
 from matrix import matrix
 from ranked import on_ranks, raises_on_ranks
 from reference_plugins import ReferencePlugin
 from torch import nn
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     Sampler,
@@ -25,12 +25,52 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime import MixedStreams, PackedDocuments, gather_for_metrics
 from booster_testing import expect_on_ranks, run_on_ranks
 
+COUNT = 9
+
+
+class Features(Dataset):
+    """Samples that tell their number."""
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        return index, torch.full((4,), index / COUNT)
+
+
+class FeatureStream(IterableDataset):
+    def __iter__(self):
+        return (Features()[index] for index in range(COUNT))
+
+
+def model_of():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def boost(dataloader):
+    booster, module = Booster("cpu", plugin=ReferencePlugin()), model_of()
+    return booster, booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1), dataloader=dataloader)
+
+
+def evaluate(is_stream, how):
+    data = FeatureStream() if is_stream else Features()
+    booster, (model, _, _, loader, _) = boost(DataLoader(data, batch_size=4) if how == "boost" else None)
+    if loader is None:
+        loader = booster.prepare_dataloader(data, 4)
+    model.eval()
+    gathered = []
+    with torch.no_grad():
+        for indices, x in loader:
+            gathered.append(gather_for_metrics(booster, {"indices": indices, "scores": model(x)}, loader))
+    return {name: torch.cat([each[name] for each in gathered]) for name in ("indices", "scores")}
+
 
 @pytest.mark.parametrize(("is_stream", "how"), [(False, "boost"), (True, "boost"), (False, "prepare_dataloader")])
 def test_an_evaluation_counts_each_sample_once_in_order(is_stream, how):
     with torch.no_grad():
         expected = model_of()(torch.stack([Features()[index][1] for index in range(COUNT)]))
-    for values in run_on_ranks(evaluate, 2, ReferencePlugin(), is_stream, how):
+    for values in run_on_ranks(evaluate, 2, is_stream, how):
         assert values["indices"].tolist() == list(range(COUNT))
         torch.testing.assert_close(values["scores"], expected)
 
@@ -62,10 +102,6 @@ def shuffled():
     return DataLoader(range(24), batch_size=4, shuffle=True)
 
 
-def weighted():
-    return DataLoader(range(24), batch_size=4, sampler=WeightedRandomSampler([1.0, 3.0] * 12, 48))
-
-
 def buckets():
     return DataLoader(range(24), batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7, 8], list(range(9, 24))])
 
@@ -76,15 +112,6 @@ def test_each_sample_is_dealt_to_one_rank_under_any_seed(make_loader, seeds):
     for epoch in range(2):
         assert sorted(sample for rank in ranks for sample in rank[epoch]) == list(range(24))
     assert (ranks[0][0] == ranks[0][1]) == (make_loader is buckets)
-
-
-@pytest.mark.parametrize("seeds", ["apart", "large"])
-def test_a_weighted_order_is_the_same_for_any_number_of_ranks(seeds):
-    (alone,), ranks = run_on_ranks(deal, 1, weighted, seeds), run_on_ranks(deal, 2, weighted, seeds)
-    for epoch in range(2):
-        assert [sample for turn in zip(ranks[0][epoch], ranks[1][epoch], strict=True) for sample in turn] == alone[
-            epoch
-        ]
 
 
 class KnowsItsRank(Sampler):
@@ -245,30 +272,6 @@ def test_one_process_may_take_a_share():
     assert run_on_ranks(load_split, 1, "_distributed", 2, "boost") == [4]
 
 
-def lengths_of_streams(length, batch_size, drop_last, workers):
-    data = SizedStream(length)
-    plain = DataLoader(data, batch_size=batch_size, drop_last=drop_last, num_workers=workers)
-    boosted = Booster("cpu", plugin=ReferencePlugin()).boost(nn.Linear(2, 2), dataloader=plain).dataloader
-    prepared = Booster("cpu", plugin=ReferencePlugin()).prepare_dataloader(
-        data, batch_size or 1, drop_last=drop_last, num_workers=workers
-    )
-    return [(len(loader), sum(1 for _ in loader), len(loader)) for loader in (boosted, prepared)]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("length", [11, 12, 13])
-def test_the_length_of_a_loader_over_a_sized_stream_is_its_number_of_batches(length, drop_last):
-    share = length // 2 if drop_last else -(-length // 2)
-    expected = share // 3 if drop_last else -(-share // 3)
-    assert run_on_ranks(lengths_of_streams, 2, length, 3, drop_last, 0) == [[(expected,) * 3] * 2] * 2
-
-
-def test_the_length_of_a_loader_of_single_items_and_of_one_with_a_worker():
-    (boosted, _), _ = run_on_ranks(lengths_of_streams, 2, 13, None, False, 0)
-    assert boosted == (7, 7, 7)
-    assert run_on_ranks(lengths_of_streams, 2, 13, 3, False, 1) == [[(3, 3, 3)] * 2] * 2
-
-
 @on_ranks(2)
 def test_a_loader_over_a_stream_without_a_length_has_none():
     loader = Booster("cpu", plugin=ReferencePlugin()).prepare_dataloader(FeatureStream(), 2)
@@ -277,14 +280,29 @@ def test_a_loader_over_a_stream_without_a_length_has_none():
     assert len(list(loader)) == 3
 
 
+def train_after_a_peek(peeks, resets=False):
+    """Train in step for two epochs, after some ranks took one batch to look at it."""
+    booster, (model, optimizer, _, loader, _) = boost(DataLoader(Features(), batch_size=1, shuffle=True))
+    if DistCoordinator().rank in peeks:
+        next(iter(loader))
+    if resets:
+        loader.set_epoch(0)
+    seen = []
+    for _ in range(2):
+        for indices, x in loader:
+            booster.backward(model(x).square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += indices.tolist()
+    return seen
+
+
 def test_a_batch_that_is_taken_on_one_rank_only_is_told_on_every_rank():
-    expect_on_ranks(
-        ConfigError, "Ranks follow different epochs of the data loader", train_after_a_peek, 2, ReferencePlugin(), [0]
-    )
+    expect_on_ranks(ConfigError, "Ranks follow different epochs of the data loader", train_after_a_peek, 2, [0])
 
 
 @pytest.mark.parametrize(("peeks", "resets"), [([], False), ([0, 1], False), ([1], True)])
 def test_ranks_that_agree_on_the_epoch_are_not_disturbed(peeks, resets):
-    ranks = run_on_ranks(train_after_a_peek, 2, ReferencePlugin(), peeks, resets)
+    ranks = run_on_ranks(train_after_a_peek, 2, peeks, resets)
     for epoch in range(2):
         assert {sample for rank in ranks for sample in rank[5 * epoch : 5 * epoch + 5]} == set(range(COUNT))

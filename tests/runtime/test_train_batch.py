@@ -37,6 +37,11 @@ def make_model():
         return Predictor()
 
 
+def boosted(model, plugin=None):
+    booster = Booster(plugin=plugin)
+    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))[:2]
+
+
 @pytest.mark.parametrize("plugin_class", [ReferencePlugin, ReferencePipelinePlugin])
 def test_gradients_and_losses_are_those_of_one_large_batch(plugin_class):
     assert_equals_one_large_batch(plugin_class(), 2, replicas=2, build=make_model)
@@ -62,8 +67,7 @@ class FrozenNorm(nn.Module):
 def evaluate_with_frozen_norms(plugin, is_training):
     """Return the modes of all modules before and after an evaluation, and the frozen statistics after a step."""
     inner = nn.Sequential(nn.BatchNorm1d(8), FrozenNorm(), nn.Sequential(nn.Dropout(), nn.Linear(8, 4)))
-    booster = Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(inner, plugin)
     model.train(is_training)
     inner[0].eval()
     inner[2][1].train(not is_training)
@@ -98,9 +102,9 @@ class FailsToEvaluate(TinyMLP):
 
 
 def test_an_evaluation_that_fails_restores_modes():
-    booster, inner = Booster(), FailsToEvaluate()
+    inner = FailsToEvaluate()
     frozen = next(iter(inner.children()))
-    model, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    booster, model, _ = boosted(inner)
     frozen.eval()
     with pytest.raises(RuntimeError, match="no evaluation"):
         evaluate_batch(booster, iter([torch.ones(2, 8)]), model, lambda outputs, batch: outputs.mean())
@@ -156,9 +160,7 @@ def test_a_double_loss_stays_double(plugin_class, weight):
 
 def train_on_pairs(plugin, criterion):
     torch.manual_seed(2)
-    model = TinyMLP()
-    booster = Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    booster, model, optimizer = boosted(TinyMLP(), plugin)
     pairs = [(torch.full((2, 8), float(number)), torch.ones(2, 4)) for number in range(3)]
     batches = iter(pairs)
     losses = [train_batch(booster, batches, model, criterion, optimizer, accumulation=2) for _ in range(2)]
@@ -198,23 +200,10 @@ class Masked(TinyMLP):
         return super().forward(x if mask is None else x * mask)
 
 
-def train_on_ambiguous_pairs():
-    model = Masked()
-    booster = Booster()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train_batch(booster, iter([(torch.ones(2, 8), torch.ones(2, 4))]), model, squared_error, optimizer)
-
-
 def test_targets_that_could_be_an_argument_raise():
+    booster, model, optimizer = boosted(Masked())
     with pytest.raises(ConfigError, match=r"requires 1: the others may be for `mask` or for the criterion"):
-        train_on_ambiguous_pairs()
-
-
-def train_without_loss():
-    model = TinyMLP()
-    booster = Booster()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train_batch(booster, iter([torch.ones(2, 8)]), model, None, optimizer)
+        train_batch(booster, iter([(torch.ones(2, 8), torch.ones(2, 4))]), model, squared_error, optimizer)
 
 
 class WatchesBackward(TinyMLP):
@@ -231,30 +220,27 @@ class WatchesBackward(TinyMLP):
 def test_outputs_are_gone_before_backward():
     model = WatchesBackward()
     model.were_alive = []
-    booster = Booster()
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train_batch(booster, iter([{"x": torch.ones(4, 8)}]), boosted, None, optimizer)
+    booster, wrapped, optimizer = boosted(model)
+    train_batch(booster, iter([{"x": torch.ones(4, 8)}]), wrapped, None, optimizer)
     assert model.were_alive == [False]
 
 
 def test_outputs_without_a_loss_raise():
+    booster, model, optimizer = boosted(TinyMLP())
     with pytest.raises(ConfigError, match=r"outputs \(`Tensor`\) have no loss. Pass a criterion"):
-        train_without_loss()
+        train_batch(booster, iter([torch.ones(2, 8)]), model, None, optimizer)
 
 
 @raises_on_ranks(ConfigError, r"weights of the batches sum up to 0 over all ranks", 2)
 def test_a_step_without_weight_raises_on_every_rank():
-    booster, model = Booster(plugin=ReferencePlugin()), make_model()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(make_model(), ReferencePlugin())
     batch = {**batches_of(0)[0], "labels": torch.full((SAMPLES, 6), -100)}
     train_batch(booster, iter([batch]), model, cross_entropy, optimizer, weight=count_labels)
 
 
 @pytest.mark.parametrize("call", [train_batch, evaluate_batch])
 def test_a_loader_in_place_of_its_iterator_raises(call):
-    model = TinyMLP()
-    booster = Booster()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(TinyMLP())
     arguments = [optimizer] if call is train_batch else []
     with pytest.raises(TypeError, match=rf"`{call.__name__}` takes an iterator .*`iter\(dataloader\)`.*got `list`"):
         call(booster, [torch.ones(2, 8)], model, squared_error, *arguments)
@@ -262,8 +248,6 @@ def test_a_loader_in_place_of_its_iterator_raises(call):
 
 @pytest.mark.parametrize("accumulation", [0, -1, True, 1.5])
 def test_a_wrong_number_of_batches_raises(accumulation):
-    model = TinyMLP()
-    booster = Booster()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(TinyMLP())
     with pytest.raises(ConfigError, match=f"`accumulation={accumulation}` is no number of batches"):
         train_batch(booster, iter([torch.ones(2, 8)]), model, squared_error, optimizer, accumulation=accumulation)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
-from booster_runtime import accumulate, join, reduce, to_device, train_batch
+from booster_runtime import accumulate, join, reduce, train_batch
 from booster_runtime.data.batches import call_with, move_batch, taken_by
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -162,29 +162,6 @@ def _wrong_loader():
 
 def test_what_is_no_loader_among_several_raises_on_every_rank():
     assert all(expect_on_ranks(TypeError, "torch.utils.data.DataLoader", _wrong_loader, 2))
-
-
-class _Encoding(collections.UserDict):
-    """A mapping that pytree does not know, as tokenizers return."""
-
-    def to(self, device):
-        return {name: value.to(device) for name, value in self.data.items()}
-
-
-@on_ranks(2)
-def test_batches_models_and_prints():
-    booster = Booster(plugin=ReferencePlugin())
-    inner = make_model()
-    model, *_ = booster.boost(inner)
-    batch = {"x": torch.ones(2), "nested": [(torch.ones(1), "text")], "encoding": _Encoding(ids=torch.ones(3))}
-    placed = to_device(booster, batch)
-    booster.context.coordinator.print_on_master("seen", booster.context.coordinator.rank)
-    assert (
-        booster.unwrap(model) is inner,
-        placed["nested"][0][1],
-        placed["encoding"]["ids"].device == booster.device,
-        isinstance(placed["encoding"], dict),
-    ) == (True, "text", True, True)
 
 
 @dataclasses.dataclass(frozen=True)

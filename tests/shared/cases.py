@@ -2,7 +2,7 @@
 
 A `Case` says what is trained, a `Setting` under what. A whole test is
 
-    assert_equals_one_process(Case(build=Net, batch=noise), Setting(LowLevelZeroPlugin, {"stage": 2}))
+    assert_equals_one_process(Case(build=Net, batch=noise(4, 8)), Setting(LowLevelZeroPlugin, {"stage": 2}))
 """
 
 from __future__ import annotations
@@ -50,6 +50,15 @@ def own_loss(outputs: Any, _batch: Any) -> torch.Tensor:
 def itself(outputs: Any, _batch: Any) -> torch.Tensor:
     """Return what a model returns that computes its loss."""
     return outputs
+
+
+def noise(*shape: int) -> Callable[[int, int], torch.Tensor]:
+    """Return a function for batches: random numbers of a shape, the same for each number and replica."""
+    return partial(_noise, shape)
+
+
+def _noise(shape: tuple[int, ...], number: int, replica: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -3,6 +3,13 @@
 import torch
 from torch import nn
 
+from booster_hybrid import ModuleRule, ShardingPolicy, Style
+
+SPLIT = ShardingPolicy(
+    rules=(ModuleRule("layers.*.up", Style.COLUMN), ModuleRule("layers.*.down", Style.ROW)), layers=("layers",)
+)
+"""Splits the layers over tensor parallel ranks, and cuts between them into stages."""
+
 
 class Layer(nn.Module):
     def __init__(self):

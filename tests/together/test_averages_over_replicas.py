@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting
-from driven_runs import assert_same_steps, drive
+from driven_runs import assert_same_loop
 from matrix import matrix
 from torch import nn
 
-from booster_core import Booster
 from booster_gemini import GeminiPlugin
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
@@ -20,9 +19,9 @@ from booster_zero import LowLevelZeroPlugin
 WIDTH, DEPTH, RANKS = 16, 6, 4
 LAYER_BYTES = WIDTH * WIDTH * 4
 PLUGINS = {
-    "stage 1": partial(LowLevelZeroPlugin, stage=1, replica_size=2, bucket_bytes=LAYER_BYTES),
-    "stage 2": partial(LowLevelZeroPlugin, stage=2, replica_size=2, bucket_bytes=LAYER_BYTES),
-    "gemini": partial(GeminiPlugin, replica_size=2, min_chunk_bytes=LAYER_BYTES),
+    "stage 1": Setting(LowLevelZeroPlugin, {"replica_size": 2, "bucket_bytes": LAYER_BYTES}, RANKS),
+    "stage 2": Setting(LowLevelZeroPlugin, {"stage": 2, "replica_size": 2, "bucket_bytes": LAYER_BYTES}, RANKS),
+    "gemini": Setting(GeminiPlugin, {"replica_size": 2, "min_chunk_bytes": LAYER_BYTES}, RANKS),
 }
 
 
@@ -61,9 +60,9 @@ def noted(events):
             setattr(collectives, name, original)
 
 
-def order_of_a_step(plugin, micro_batches, device="cpu"):
+def order_of_a_step(plugin, micro_batches):
     """Return what is started in the third step, up to its end of backward and after that."""
-    booster = Booster(device, plugin=PLUGINS[plugin]())
+    booster = PLUGINS[plugin].make_booster()
     model = make_model()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(3):
@@ -71,7 +70,7 @@ def order_of_a_step(plugin, micro_batches, device="cpu"):
         with noted(events):
             for micro in range(micro_batches):
                 with booster.no_sync(model) if micro < micro_batches - 1 else contextlib.nullcontext():
-                    x = samples(10 * step + micro, dist.get_rank()).to(device)
+                    x = samples(10 * step + micro, dist.get_rank())
                     booster.backward(model(x).square().sum(), optimizer)
             events.append("end")
             optimizer.step()
@@ -79,17 +78,12 @@ def order_of_a_step(plugin, micro_batches, device="cpu"):
     return events
 
 
-def check_order(orders):
-    for order in orders:
-        assert order == orders[0], "every rank starts the same in the same order"
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_bucket_is_averaged_over_replicas_while_backward_runs(plugin):
+    for order in run_on_ranks(order_of_a_step, RANKS, plugin, 1):  # the same on every rank
         # Two are underway at once: the third reduction waits for the first, which is averaged next.
         rest = ["reduce", "average"] * (DEPTH - 2)
         assert order == ["reduce", "reduce", *rest, "average", "average", "end"]
-
-
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_bucket_is_averaged_over_replicas_while_backward_runs(plugin):
-    check_order(run_on_ranks(order_of_a_step, RANKS, plugin, 1))
 
 
 @pytest.mark.parametrize(("plugin", "reductions"), [("stage 1", 1), ("stage 2", 3), ("gemini", 3)])
@@ -130,14 +124,10 @@ def momentum(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def check_run(plugin, rounds, device="cpu", run_on=run_on_ranks):
-    case = Case(build=make_model, batch=samples, loss=squares, optimizer=momentum)
-    loop = partial(accumulate, rounds=rounds)
-    results = run_on(drive, RANKS, loop, case, Setting(PLUGINS[plugin], device=device), RANKS, {}, timeout_seconds=240)
-    assert_same_steps(results, drive(loop, case, None, RANKS, {}), case)
+CASE = Case(build=make_model, batch=samples, loss=squares, optimizer=momentum)
 
 
 @matrix(["stage 2", "gemini"], plugin=PLUGINS)
 def test_gradients_equal_one_process_however_they_accumulate(plugin):
     for rounds in ROUNDS.values():
-        check_run(plugin, rounds)
+        assert_same_loop(partial(accumulate, rounds=rounds), CASE, PLUGINS[plugin])

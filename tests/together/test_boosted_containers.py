@@ -1,16 +1,15 @@
 """A boosted container has the items, length and iteration of the user's own, under every plugin."""
 
-import copy
+from functools import reduce
 
 import pytest
 import torch
-import torch.distributed as dist
-from cases import Setting
+from cases import Case, Setting, noise
+from driven_runs import assert_same_loop
 from plugin_runs import RUNS, boosted, runs
 from ranked import on_ranks
 from torch import nn
 
-from booster_runtime import full_gradient
 from booster_zero import LowLevelZeroPlugin
 
 SETTINGS = {
@@ -64,17 +63,11 @@ def test_a_boosted_container_looks_like_the_own_one(run):
             ask(model)
 
 
+def by_layers(run):
+    run.backward(run.mean(0, lambda x, _: reduce(lambda hidden, layer: layer(hidden), run.model, x).square().mean()))
+    run.step()
+
+
 @pytest.mark.parametrize("run", [run for run in SETTINGS if run != "fsdp"])  # torch gathers in the forward of units
-@on_ranks(lambda run: SETTINGS[run].num_ranks)
-def test_gradients_of_a_loop_over_the_layers_are_those_of_one_process(run):
-    plain = make()
-    booster, model, optimizer = boosted(SETTINGS[run], copy.deepcopy(plain))
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    shares = [torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
-    plain(torch.cat(shares)).square().mean().backward()
-    x = shares[dist.get_rank() if world_size > 1 else 0]
-    for layer in model:
-        x = layer(x)
-    booster.backward(x.square().mean(), optimizer)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, msg=name)
+def test_a_loop_over_the_layers_trains_as_in_one_process(run):
+    assert_same_loop(by_layers, Case(build=make, batch=noise(4, 6)), SETTINGS[run])

@@ -81,10 +81,6 @@ def same_as_named(budget):
     return chosen.name, dict(chosen.options)
 
 
-def test_one_rank_trains_as_under_the_plugin_that_was_chosen():
-    run_on_ranks(same_as_named, 1, 64 * MIB, **PATIENT)
-
-
 def peak_of(plugin, options):
     step = TrainingStep(build=built, share=shares_of(samples), criterion=loss_of)
     return measure(step, load(plugin)(**options)).peak_bytes

@@ -13,21 +13,18 @@ import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
 from matrix import matrix
 from plugin_runs import RUNS, runs
-from residual_stack import Stack
+from residual_stack import SPLIT, Stack
 from torch import nn
 
 from booster_core import LossScaleConfig, PrecisionPolicy
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
 
 MAX_NORM, MAX_VALUE = 0.1, 0.01
-SPLIT = ShardingPolicy(
-    rules=(ModuleRule("layers.*.up", Style.COLUMN), ModuleRule("layers.*.down", Style.ROW)), layers=("layers",)
-)
 EXAMPLE = torch.ones(2, 8)
 SETTINGS = {
     **runs("single", "ddp", "fsdp", "zero1", "zero2"),

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, train_boosted
+from cases import Case, Setting, assert_equals_one_process, noise, train_boosted
 from matrix import matrix
-from residual_stack import Layer
+from residual_stack import SPLIT, Layer
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -17,7 +17,7 @@ from booster_core.errors import ConfigError
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
@@ -91,9 +91,6 @@ class Net(nn.Module):
         return self.kind(self.head(x), Hidden(x, x.square().mean()), x.detach().argmax(-1))
 
 
-POLICY = ShardingPolicy(
-    rules=(ModuleRule("layers.*.up", Style.COLUMN), ModuleRule("layers.*.down", Style.ROW)), layers=("layers",)
-)
 SETTINGS = {
     "ddp": Setting(TorchDDPPlugin),
     "ddp-static": Setting(TorchDDPPlugin, {"static_graph": True}),
@@ -104,16 +101,12 @@ SETTINGS = {
     "zero1": Setting(LowLevelZeroPlugin, {"overlap_allgather": True}),
     "zero2": Setting(LowLevelZeroPlugin, {"stage": 2}),
     "gemini": Setting(GeminiPlugin, {"min_chunk_bytes": 256}),
-    "tp": Setting(HybridParallelPlugin, {"tp_size": 2, "custom_policy": POLICY}),
-    "tp-zero": Setting(HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1, "custom_policy": POLICY}, 4),
+    "tp": Setting(HybridParallelPlugin, {"tp_size": 2, "custom_policy": SPLIT}),
+    "tp-zero": Setting(HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1, "custom_policy": SPLIT}, 4),
 }
 KINDS = {"dataclass": Result, "registered": Registered, "unnamed": Unnamed, "class": Plain}
 REFUSED = {("ddp-static", "dataclass"), ("ddp-static", "class")}
 TRAINING = [(name, kind) for name in SETTINGS for kind in KINDS if (name, kind) not in REFUSED]
-
-
-def batch(number, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
 def loss_of(kind, result, x):
@@ -124,7 +117,7 @@ def loss_of(kind, result, x):
 
 
 def case_of(kind, layer=Layer):
-    return Case(build=partial(Net, kind, layer), batch=batch, loss=partial(loss_of, kind), steps=2)
+    return Case(build=partial(Net, kind, layer), batch=noise(4, 8), loss=partial(loss_of, kind), steps=2)
 
 
 @pytest.mark.parametrize(("plugin", "kind"), sorted(REFUSED))

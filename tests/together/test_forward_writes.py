@@ -1,14 +1,15 @@
-"""A forward that changes parameters, which would be lost or differ between ranks, raises on every rank."""
+"""A forward that changes parameters: it trains as in one process, or raises on every rank where that would be lost."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from plugin_runs import RUNS, boosted
+from cases import Case, assert_equals_one_process, noise, train_boosted
+from plugin_runs import RUNS
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 
 
 class Clamped(nn.Module):
@@ -22,14 +23,7 @@ class Clamped(nn.Module):
         return self.inner(x)
 
 
-def train_clamped(plugin):
-    torch.manual_seed(0)
-    booster, model, optimizer = boosted(RUNS[plugin], Clamped())
-    for seed in range(2):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed + 10 * torch.distributed.get_rank()))
-        booster.backward(model(x).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+CASE = Case(build=Clamped, batch=noise(4, 8), steps=2)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +34,9 @@ def train_clamped(plugin):
     ],
 )
 def test_change_of_a_gathered_parameter_raises(plugin, match):
-    expect_on_ranks(ConfigError, match, train_clamped, 2, plugin)
+    expect_on_ranks(ConfigError, match, train_boosted, 2, CASE, RUNS[plugin])
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "zero1", "hybrid-dp"])
 def test_change_of_a_replicated_parameter_trains(plugin):
-    run_on_ranks(train_clamped, 2, plugin)
+    assert_equals_one_process(CASE, RUNS[plugin])

@@ -32,6 +32,7 @@ def train(name):
     booster = PLUGINS[name].make_booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     replica = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    is_master = booster.context.coordinator.is_master()
     read = {}
 
     def train_batches(numbers):
@@ -44,11 +45,13 @@ def train(name):
         tensors[EMBEDDING].zero_()  # a copy
     read["average"] = full_state(booster, model, WEIGHT, "momentum_buffer")
     with gathered(booster, model, [EMBEDDING, WEIGHT], writes=True) as tensors:
-        if booster.context.coordinator.is_master():
+        if is_master:
             tensors[EMBEDDING][3] = 0.25
             tensors[WEIGHT].mul_(0.5)
+        else:
+            tensors[WEIGHT].zero_()  # rank 0's values count
     doubled = 2 * full_state(booster, model, WEIGHT, "momentum_buffer")
-    set_full_state(booster, model, WEIGHT, "momentum_buffer", doubled)
+    set_full_state(booster, model, WEIGHT, "momentum_buffer", doubled if is_master else torch.zeros_like(doubled))
     read["doubled"] = full_state(booster, model, WEIGHT, "momentum_buffer")
     read["embedding"] = whole_model(booster, model)[EMBEDDING]
     train_batches(range(2, 4))

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting
+from cases import Case, Setting, noise
 from driven_runs import Run, assert_same_steps, drive
 from matrix import matrix
 from ranked import on_ranks, raises_on_ranks
@@ -47,15 +47,11 @@ class Net(nn.Module):
         return self.head(x + self.branch(x) if branch else x)
 
 
-def rows(number, rank):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
-
-
 def decaying(model):
     return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1)
 
 
-CASE = Case(build=Net, batch=rows, optimizer=decaying)
+CASE = Case(build=Net, batch=noise(4, 6), optimizer=decaying)
 
 
 def boosted(plugin):
@@ -230,7 +226,7 @@ def two_steps(run):
 
 
 def trained_with_hook(kind, plugin):
-    case = Case(build=partial(Hooked, kind), batch=rows, optimizer=decaying)
+    case = Case(build=partial(Hooked, kind), batch=noise(4, 6), optimizer=decaying)
     return drive(two_steps, case, None if plugin is None else Setting(PLUGINS[plugin]), 2, {})
 
 

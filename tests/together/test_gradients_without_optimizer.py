@@ -79,16 +79,3 @@ def test_without_gradients_of_parameters_no_optimizer_is_needed(name):
     assert_same_tensors({"x": seen.grad}, {"x": plain.grad}, CLOSE)
     (through,) = torch.autograd.grad(model(seen).square().sum(), seen)
     assert_same_tensors({"x": through}, {"x": plain.grad}, CLOSE)
-
-
-@matrix(["fsdp", "zero", "gemini", "hybrid", "hybrid zero"], name=PLUGINS)
-@on_ranks(2)
-def test_a_teacher_needs_no_optimizer(name):
-    """A teacher that nobody froze, whose output is cut from the graph."""
-    booster = PLUGINS[name].make_booster()
-    teacher = booster.boost(make()).model
-    student = make()
-    student, optimizer, *_ = booster.boost(student, torch.optim.SGD(student.parameters(), lr=0.1))
-    x = batch(dist.get_rank())
-    booster.backward((student(x) - 2 * teacher(x).detach()).square().mean(), optimizer)
-    optimizer.step()

@@ -16,7 +16,7 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import LazyInitError
-from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks import DistCoordinator, seed_everything
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import load_pretrained
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -60,9 +60,7 @@ class Drawn(nn.Module):
 
 def boost_drawn(plugin: str, source: str, *, is_alike: bool) -> dict[str, torch.Tensor]:
     seed = SHARED_SEED if is_alike else DistCoordinator().rank
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - what users call
-    torch.manual_seed(seed)
+    seed_everything(seed)
     with LazyInitContext():
         model = Drawn(source)
     booster = Booster(plugin=plugin)
@@ -92,9 +90,7 @@ def test_other_constants_on_other_ranks_raise_and_name_the_parameter(plugin, sou
 
 @pytest.mark.parametrize("plugin", WHOLE)
 def test_models_that_are_made_whole_become_the_first_ranks(plugin) -> None:
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - what users call
-    torch.manual_seed(0)
+    seed_everything(0)
     expected = Drawn("large-constant").state_dict()
     for whole in run_on_ranks(boost_drawn, 2, plugin, "large-constant", is_alike=False):
         assert_same_tensors(whole, expected, EXACT)
@@ -103,9 +99,7 @@ def test_models_that_are_made_whole_become_the_first_ranks(plugin) -> None:
 @matrix(["zero", "hybrid"], plugin=LAZY)
 def test_ranks_that_seed_alike_build_the_eager_model(plugin) -> None:
     for source in SOURCES:
-        random.seed(SHARED_SEED)
-        np.random.seed(SHARED_SEED)  # noqa: NPY002 - what users call
-        torch.manual_seed(SHARED_SEED)
+        seed_everything(SHARED_SEED)
         eager = Drawn(source)
         for whole in run_on_ranks(boost_drawn, 2, plugin, source, is_alike=True):
             assert_same_tensors(whole, eager.state_dict(), EXACT)

@@ -16,7 +16,6 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import DistCoordinator
-from booster_core.state.names import NamedTensors
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_hybrid import HybridParallelPlugin
@@ -400,16 +399,3 @@ def test_other_models_are_refused(make, message):
     model = make()
     with pytest.raises(ConfigError, match=message):
         Booster("cpu").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_names_of_two_tensors_are_told_apart():
-    with pytest.raises(ConfigError, match=r"name '0\.weight' in files: '0\.weight' and '0\._orig_mod\.weight'"):
-        NamedTensors.of(of_two_tensors())
-
-
-def test_an_optimizer_that_was_made_before_the_adapters_is_refused():
-    model = tiny_llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = peft.get_peft_model(model, KINDS["ia3"][1]())
-    with pytest.raises(ConfigError, match=r"lacks 6 parameters of adapters, such as '.*ia3_l"):
-        Booster().boost(model, optimizer)

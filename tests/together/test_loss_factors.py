@@ -172,18 +172,6 @@ def test_a_step_on_gradients_without_the_factors_raises(plugin, way, clips):
         assert_same_tensors(found, plain_gradients(0, 0), tolerance_for(dtype))
 
 
-@matrix(1, plugin=list(PLUGINS))
-@on_ranks(ranks_of)
-def test_a_backward_of_the_loss_itself_is_right_where_there_are_no_factors(plugin):
-    booster = Booster("cpu", "fp32", PLUGINS[plugin]())
-    model, optimizer = boosted(booster, 0)
-    with accumulate(booster, model, 1):
-        loss_of(model, 0).backward()
-    found = gradients(booster, model)
-    optimizer.step()
-    assert_same_tensors(found, plain_gradients(0, 0), tolerance_for(torch.float32))
-
-
 @matrix(
     ["single-True", "ddp-True", "ddp-False", "fsdp-True", "zero-1-False"], plugin=list(PLUGINS), nested=[True, False]
 )

@@ -11,14 +11,10 @@ import pytest
 import torch
 from matrix import matrix
 from plugin_runs import RUNS, backward, runs, step
-from ranked import raises_on_ranks
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from booster_core import Booster, PrecisionPolicy
-from booster_core.errors import ConfigError
 from booster_core.ranks import DistCoordinator
-from booster_fsdp import TorchFSDPPlugin
 from booster_runtime import LazyInitContext, full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
@@ -128,8 +124,12 @@ UPDATES = Tolerance(
 
 @matrix(1, name=PLUGINS, precision=["bf16", "fp16"])
 def test_all_elements_move_as_in_one_process(name, precision):
+    """So does `describe` say of their formats."""
     gradients, before, after = expected(precision)
-    for found, found_before, found_after, _ in on_ranks(trained, name, precision):
+    formats = f"param {precision}, master fp32" if name in WITH_MASTERS else "param fp32, master none"
+    for found, found_before, found_after, described in on_ranks(trained, name, precision):
+        (line,) = [each for each in described.splitlines() if each.startswith("precision")]
+        assert line.replace("reduce fp32, ", "").startswith(f"precision  compute {precision}, {formats}")
         assert moved(found_before, found_after) >= 0.99
         assert_same_tensors(found, gradients, tolerance_for(DTYPES[precision]))
         assert all(torch.equal(found_before[each].float(), values) for each, values in before.items())
@@ -138,36 +138,12 @@ def test_all_elements_move_as_in_one_process(name, precision):
         assert float((found_steps - steps).norm() / steps.norm()) < UPDATES.relative
 
 
-@matrix(["fsdp", "zero2", "hybrid-pp2"], name=PLUGINS)
-def test_describe_says_what_the_tensors_are(name):
-    for *_, described in on_ranks(trained, name, "bf16"):
-        formats = "param bf16, master fp32" if name in WITH_MASTERS else "param fp32, master none"
-        (line,) = [each for each in described.splitlines() if each.startswith("precision")]
-        assert line.startswith("precision  compute bf16, param ")
-        assert formats in line.replace("reduce fp32, ", "")
-
-
 @matrix(["fsdp", "gemini", "hybrid-dp2"], name=["ddp", "fsdp", "zero1", "gemini", "hybrid-dp2"])
 def test_a_lazy_model_is_trained_as_an_eager_one(name):
     eager, lazy = (on_ranks(trained, name, "bf16", lazily)[0] for lazily in (False, True))
     assert moved(lazy[1], lazy[2]) >= 0.99
     for found, wanted in zip(lazy[:3], eager[:3], strict=True):
         assert_same_tensors(found, wanted, tolerance_for(torch.float32))
-
-
-def trained_by_formats_of_torch():
-    formats = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    booster = Booster("cpu", plugin=TorchFSDPPlugin(mixed_precision=formats))
-    model = make_model(torch.bfloat16)
-    model, optimizer, *_ = booster.boost(model, adamw(model))
-    _, before, after = run(booster, model, optimizer)
-    return moved(before, after), {values.dtype for values in after.values()}
-
-
-def test_formats_of_torch_update_in_fp32_as_well():
-    for share, dtypes in run_on_ranks(trained_by_formats_of_torch, 2):
-        assert share >= 0.99
-        assert dtypes == {torch.float32}
 
 
 def trained_purely(name):
@@ -266,36 +242,6 @@ def test_adapters_in_fp32_leave_a_narrow_base_as_it_is(name):
         assert adapters == {torch.float32}
         assert {dtype for each, dtype in formats.items() if "lora_" not in each} == {torch.bfloat16}
         assert "param fp32 (frozen ones bf16)" in described
-
-
-def saved_formats(name, folder):
-    """Return the formats of a saved model, and what the manifest of a checkpoint says."""
-    booster = PLUGINS[name].make_booster()
-    model = make_model(torch.bfloat16)
-    model, optimizer, *_ = booster.boost(model, adamw(model))
-    run(booster, model, optimizer)
-    values = updated(booster, model, optimizer)
-    booster.save_checkpoint(folder, step=STEPS, model=model, optimizer=optimizer)
-    fresh = PLUGINS[name].make_booster()
-    other = make_model(torch.bfloat16)
-    other, stepped, *_ = fresh.boost(other, adamw(other))
-    fresh.load_checkpoint(folder, model=other, optimizer=stepped)
-    return values, updated(fresh, other, stepped), (folder / f"step-{STEPS:08}" / "manifest.json").read_text()
-
-
-@pytest.mark.parametrize("name", ["ddp", "zero1"])
-def test_a_checkpoint_has_what_the_optimizer_updates(name, tmp_path):
-    for values, loaded, manifest in on_ranks(saved_formats, name, tmp_path):
-        assert {each.dtype for each in values.values()} == {torch.float32}
-        assert all(torch.equal(loaded[each], expected) for each, expected in values.items())
-        assert '"compute": "bf16"' in manifest
-
-
-@raises_on_ranks(ConfigError, "`precision.compute_dtype`: torch.float32 on rank 0, torch.bfloat16 on rank 1", 2)
-def test_ranks_with_models_of_different_formats_raise():
-    dtype = torch.bfloat16 if DistCoordinator().rank else torch.float32
-    model = nn.Linear(4, 4, dtype=dtype)
-    Booster("cpu", plugin="ddp").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_an_explicit_policy_leaves_each_parameter_as_it_is():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import Case, Setting
+from cases import Case, Setting, noise
 from driven_runs import assert_same_loop, drive
 from matrix import matrix, named
 from ranked import on_ranks
@@ -33,8 +33,7 @@ def net():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def rows(number, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
+rows = noise(4, 8)
 
 
 def sgd(model):

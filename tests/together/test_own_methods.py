@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process
+from cases import Case, Setting, assert_equals_one_process, noise
 from matrix import matrix, named
 from torch import nn
 
@@ -98,8 +98,7 @@ def averaging(through_data, model):
     return Averaging(model.parameters(), 0.1, through_data=through_data)
 
 
-def rows(number, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
+rows = noise(4, 8)
 
 
 def swaps(step, _model, optimizer):

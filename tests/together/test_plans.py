@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import resource
-import threading
 import time
 from functools import partial
 
@@ -17,11 +16,9 @@ from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import load
 from booster_hybrid import ShardingPolicy
 from booster_hybrid.expert_parallel.exchange import assuming_balanced_experts
-from booster_hybrid.tensor_parallel.vocabulary import _blocks
 from booster_testing import run_on_ranks
 from booster_tools import TrainingFunctions
 from booster_tools.planning import Candidate, Devices, TrainingStep, measure, plan, shares_of, simulate
-from booster_tools.planning.world import planned_world
 
 SETTINGS = {
     "ddp": ("ddp", {}),
@@ -227,19 +224,6 @@ def test_plans_step_as_accelerators_do(name):
     assert peak() > peak(foreach=False) + num_bytes // 2
     assert peak(fused=True) < peak() - num_bytes // 2
     assert peak(on_host=True) == peak(foreach=False)
-
-
-def test_plans_take_the_blocks_of_accelerators():
-    logits = torch.empty(4096, 16000)  # 250 MiB
-    assert len(_blocks(logits)) == 256
-    with planned_world(2, 0):
-        assert len(_blocks(logits)) == 4
-        aside = []
-        thread = threading.Thread(target=lambda: aside.append(len(_blocks(logits))))
-        thread.start()
-        thread.join()
-    assert aside == [256]  # which is no rank of the plan
-    assert len(_blocks(logits)) == 256
 
 
 class Blocks(nn.Module):

@@ -1,4 +1,4 @@
-"""A call that some ranks only make ends the run soon, and the error names the call and the ranks.
+"""A call that some ranks only make, or leave by an exception, ends the run soon, and the error names call and ranks.
 
 Under every strategy: each waits for other ranks in another way.
 """
@@ -6,7 +6,9 @@ Under every strategy: each waits for other ranks in another way.
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
+import named_plugins
 import pytest
 from forked_scripts import torchrun_variables
 from matrix import matrix
@@ -19,43 +21,21 @@ import os, sys, time
 import torch
 from torch import nn
 from booster_core import Booster, launch_from_torch
+sys.path.append(sys.argv.pop())
+from named_plugins import make_model, plugin_named
 
 name, case, folder = sys.argv[1:]
 c = launch_from_torch(verbose=False)
-
-def plugin():
-    if name == "ddp":
-        from booster_ddp import TorchDDPPlugin
-        return TorchDDPPlugin()
-    if name == "zero":
-        from booster_zero import LowLevelZeroPlugin
-        return LowLevelZeroPlugin(stage=1, precision="fp32")
-    if name == "gemini":
-        from booster_gemini import GeminiPlugin
-        return GeminiPlugin(precision="fp32")
-    if name == "fsdp":
-        from booster_fsdp import TorchFSDPPlugin
-        return TorchFSDPPlugin()
-    from booster_hybrid import HybridParallelPlugin
-    return HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32")
-
 torch.manual_seed(0)
-if name == "hybrid":
-    from transformers import LlamaConfig, LlamaForCausalLM
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2,
-    ))
-    def loss_of(model):
-        ids = torch.randint(0, 64, (2, 8))
-        return model(input_ids=ids, labels=ids).loss
-else:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    def loss_of(model):
+booster = Booster(plugin=plugin_named(name))
+model = make_model() if name == "hybrid-tp" else nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+def loss_of(model):
+    if name != "hybrid-tp":
         return model(torch.randn(4, 8)).square().mean()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-booster = Booster(plugin=plugin())
-model, optimizer, *_ = booster.boost(model, optimizer)
+    ids = torch.randint(0, 64, (2, 8))
+    return model(input_ids=ids, labels=ids).loss
 
 def step():
     booster.backward(loss_of(model), optimizer)
@@ -85,6 +65,25 @@ elif case == "a step more while others wait":
         step()
     else:
         c.block_all()
+elif case.startswith("caught"):
+    from booster_runtime.watch import member
+    member.GRACE_SECONDS, errors = 0.5, [torch.OutOfMemoryError("no memory")]
+
+    def fail(*_):
+        if c.rank == 1 and errors:
+            raise errors.pop()
+
+    for layer in model.unwrap().model.layers if name == "hybrid-tp" else model.unwrap():
+        register = layer.register_forward_pre_hook if "forward" in case else layer.register_full_backward_pre_hook
+        register(fail)
+    try:
+        step()
+    except torch.OutOfMemoryError:
+        if "sleep" in case:
+            time.sleep(600)
+    optimizer.zero_grad()
+    for _ in range(2):
+        step()
 elif case == "replicas evaluate unevenly":
     model.eval()
     with torch.no_grad():
@@ -114,7 +113,8 @@ def run_script(scripts, tmp_path):
     script.write_text(textwrap.dedent(SCRIPT))
 
     def run(plugin, case, num_ranks):
-        return scripts.run(script, [[plugin, case, tmp_path]] * num_ranks, torchrun_variables(num_ranks))
+        arguments = [plugin, case, tmp_path, Path(named_plugins.__file__).parent]
+        return scripts.run(script, [arguments] * num_ranks, torchrun_variables(num_ranks))
 
     return run
 
@@ -129,14 +129,7 @@ def run_script(scripts, tmp_path):
             ("fsdp", "a step more while others wait", 2),
             *[
                 pytest.param(plugin, case, num_ranks, marks=_slow)
-                for plugin, num_ranks in (
-                    ("ddp", 3),
-                    ("zero", 2),
-                    ("zero", 3),
-                    ("gemini", 2),
-                    ("fsdp", 3),
-                    ("hybrid", 2),
-                )
+                for plugin, num_ranks in (("ddp", 3), ("zero", 3), ("gemini", 2), ("fsdp", 3), ("hybrid-tp", 2))
                 for case in NAMED
             ],
         ]
@@ -162,8 +155,29 @@ def test_the_call_and_the_ranks_are_named_soon(run_script, plugin, case, num_ran
     assert call in output, output
 
 
+@matrix(
+    ["hybrid-tp-forward-next", "gemini-backward-sleep"],
+    **{
+        "plugin, where": [  # in forward of ZeRO's first stages, no rank waits for another
+            (plugin, where)
+            for plugin in ("hybrid-tp", "fsdp", "gemini", "zero", "ddp")
+            for where in ("forward", "backward")
+            if (plugin, where) != ("zero", "forward")
+        ],
+        "then": ["next", "sleep"],
+    },
+)
+def test_all_ranks_end_when_one_catches_its_error(run_script, plugin, where, then):
+    done = run_script(plugin, f"caught in {where}, then {then}", 2)
+    assert all(done.codes), done.output
+    assert "by an exception that its script caught, and rank 0 waits in" in done.output
+    assert "OutOfMemoryError: no memory" in done.output
+    start = max(float(line.split()[1]) for line in done.output.splitlines() if line.startswith("AT "))
+    assert done.end - start - done.queued_seconds < LIMIT_SECONDS, done.output
+
+
 @pytest.mark.slow
 def test_replicas_that_evaluate_unevenly_are_let_be(run_script):
-    done = run_script("hybrid", "replicas evaluate unevenly", 4)
+    done = run_script("hybrid-tp", "replicas evaluate unevenly", 4)
     assert done.codes == [0] * 4, done.output
     assert done.output.count("END") == 4, done.output

@@ -1,9 +1,11 @@
 """Streams that are read by shards: each sample once, and a run goes on with other numbers of ranks and workers."""
 
-import logging
-
 import pytest
 import torch
+from isolated_libraries import FOLDER, missing_libraries, use_isolated_libraries
+from log_records import Records
+from matrix import matrix
+from ranked import raises_on_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from booster_core import Booster
@@ -12,6 +14,8 @@ from booster_core.ranks import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
+
+pytestmark = pytest.mark.usefixtures("ranks_with_isolated_libraries")
 
 
 class Shards(IterableDataset):
@@ -47,10 +51,29 @@ class Shards(IterableDataset):
         self.at = 0
 
 
+def entries(shards):
+    for index, length in shards:
+        yield from ({"number": 1 + number} for number in (-1, *range(100 * index, 100 * index + length)))
+
+
+def of_datasets(lengths):
+    """Return the same numbers as a stream of the library datasets, which it computes and chooses."""
+    use_isolated_libraries()
+    import datasets
+
+    stream = datasets.IterableDataset.from_generator(entries, gen_kwargs={"shards": list(enumerate(lengths))})
+    return stream.map(lambda entry: {"number": entry["number"] - 1}).filter(lambda entry: entry["number"] >= 0)
+
+
 KINDS = {
     "own": Shards,
     "without positions": lambda lengths: Shards(lengths, tells=False),
+    "datasets": of_datasets,
 }
+with_datasets = pytest.mark.skipif(
+    bool(missing_libraries(["datasets"])), reason=f"datasets not installed, nor in {FOLDER}"
+)
+EACH_KIND = ["own", "without positions", pytest.param("datasets", marks=with_datasets)]
 
 
 def loader_of(kind, lengths, *, num_workers=0, drop_last=False, **options):
@@ -61,13 +84,13 @@ def loader_of(kind, lengths, *, num_workers=0, drop_last=False, **options):
 
 
 def numbers_of(batch):
-    return batch.tolist()
+    return batch["number"] if isinstance(batch, dict) else batch
 
 
 def whole_pass(kind, lengths, num_workers, drop_last):
     _, loader = loader_of(kind, lengths, num_workers=num_workers, drop_last=drop_last)
-    first = [loader.without_padding(torch.tensor(numbers_of(batch))).tolist() for batch in loader]
-    return len(first), [number for batch in first for number in batch], [numbers_of(batch) for batch in loader]
+    first = [loader.without_padding(numbers_of(batch)).tolist() for batch in loader]
+    return len(first), [number for batch in first for number in batch], [numbers_of(batch).tolist() for batch in loader]
 
 
 def everything(lengths):
@@ -75,14 +98,14 @@ def everything(lengths):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_each_sample_comes_once_and_ranks_have_equally_many_batches(kind, num_workers):
     lengths = [5, 3, 4, 8, 1]
     results = run_on_ranks(whole_pass, 2, kind, lengths, num_workers, False)
     assert len({count for count, *_ in results}) == 1
     assert sorted(number for _, numbers, _ in results for number in numbers) == everything(lengths)
     second = {number for *_, batches in results for batch in batches for number in batch}
-    assert second == {number + 10_000 for number in everything(lengths)}
+    assert second == {number + (0 if kind == "datasets" else 10_000) for number in everything(lengths)}
 
 
 def test_all_end_with_the_first_where_the_rest_is_dropped():
@@ -98,7 +121,7 @@ def read(kind, lengths, num_batches, num_workers, state):
         loader.load_state_dict(state)
     numbers = []
     for number, batch in enumerate(loader, start=1):
-        numbers += loader.without_padding(torch.tensor(numbers_of(batch))).tolist()
+        numbers += loader.without_padding(numbers_of(batch)).tolist()
         if number == num_batches:
             break
     dataset = loader.dataset
@@ -107,9 +130,7 @@ def read(kind, lengths, num_batches, num_workers, state):
     return numbers, loader.state_dict(), num_read
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("workers", [(0, 0), (2, 0), (0, 2)])
-@pytest.mark.parametrize("kind", KINDS)
+@matrix(2, kind=EACH_KIND, workers=[(0, 0), (2, 0), (0, 2)], ranks=[(2, 1), (1, 3), (3, 2)])
 def test_a_position_is_restored_with_other_ranks_and_workers(kind, workers, ranks):
     lengths = [5, 3, 4, 8]
     first = run_on_ranks(read, ranks[0], kind, lengths, 2, workers[0], None)
@@ -130,7 +151,7 @@ def test_what_was_read_is_not_read_again():
 def two_passes(state):
     _, loader = loader_of("own", [2, 8], drop_last=True)
     loader.load_state_dict(state)
-    return [[numbers_of(batch) for batch in loader] for _ in range(2)]
+    return [[batch.tolist() for batch in loader] for _ in range(2)]
 
 
 def test_a_pass_that_goes_on_where_a_rank_had_ended_ends_where_the_rest_is_dropped():
@@ -143,8 +164,8 @@ def test_a_pass_that_goes_on_where_a_rank_had_ended_ends_where_the_rest_is_dropp
 def leave_early(state):
     _, loader = loader_of("own", [6, 5])
     loader.load_state_dict(state)
-    first = numbers_of(next(iter(loader)))
-    return first, [numbers_of(batch) for batch in loader]
+    first = next(iter(loader)).tolist()
+    return first, [batch.tolist() for batch in loader]
 
 
 def test_the_pass_after_one_that_was_left_begins_at_the_start():
@@ -158,13 +179,13 @@ def save_and_load(folder):
     booster, loader = loader_of("own", [6, 6])
     model, *_ = booster.boost(torch.nn.Linear(1, 1))
     batches = iter(loader)
-    first = numbers_of(next(batches))
+    first = next(batches).tolist()
     booster.save_checkpoint(folder, step=1, model=model, dataloader=loader)
-    expected = [numbers_of(batch) for batch in batches]
+    expected = [batch.tolist() for batch in batches]
     booster, loader = loader_of("own", [6, 6])
     model, *_ = booster.boost(torch.nn.Linear(1, 1))
     booster.load_checkpoint(folder, model=model, dataloader=loader)
-    return first, expected, [numbers_of(batch) for batch in loader]
+    return first, expected, [batch.tolist() for batch in loader]
 
 
 def test_checkpoints_have_the_position(tmp_path):
@@ -213,7 +234,7 @@ def test_ranks_take_turns_to_lend_their_batches():
 
 def split_tensors(lengths):
     loader = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2)).prepare_dataloader(Shards(lengths), 2)
-    return [(numbers_of(batch), loader.without_padding(batch).tolist()) for batch in loader]
+    return [(batch.tolist(), loader.without_padding(batch).tolist()) for batch in loader]
 
 
 def test_ranks_that_share_samples_have_the_same():
@@ -278,6 +299,17 @@ def test_positions_that_do_not_fit_are_refused():
     expect_on_ranks(CheckpointError, "not read by shards", restore, 1, state, [5, 5])
 
 
+@with_datasets
+@raises_on_ranks(ConfigError, "split_dataset_by_node", 2)
+def test_a_stream_that_was_split_by_node_is_refused():
+    stream = of_datasets([4, 4])
+    import datasets.distributed
+
+    coordinator = DistCoordinator()
+    own = datasets.distributed.split_dataset_by_node(stream, coordinator.rank, coordinator.world_size)
+    Booster("cpu", plugin=TorchDDPPlugin()).boost(torch.nn.Linear(1, 1), dataloader=DataLoader(own, batch_size=2))
+
+
 def lonely():
     _, loader = loader_of("own", [4, 4])
     if DistCoordinator().rank == 0:
@@ -304,11 +336,7 @@ class InTurn(IterableDataset):
 
 
 def what_is_said(splits_itself, kind, num_workers):
-    texts = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("booster").addHandler(handler)
-    try:
+    with Records() as records:
         booster = Booster("cpu", plugin=TorchDDPPlugin())
         model = torch.nn.Linear(1, 1)
         data = InTurn(splits_itself=splits_itself, kind=kind)
@@ -317,9 +345,7 @@ def what_is_said(splits_itself, kind, num_workers):
         for _ in range(2):
             for _ in loader:
                 DistCoordinator().block_all()
-    finally:
-        logging.getLogger("booster").removeHandler(handler)
-    return [text for text in texts if "begin with different samples" in text]
+    return [text for text in records.texts if "begin with different samples" in text]
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [(torch.tensor, 0), (str, 1)])

@@ -62,40 +62,6 @@ def test_a_run_resumes_under_another_plugin(saved_by, loaded_by, plain, tmp_path
     assert_same_parameters(tmp_path / "out", parameters)
 
 
-def _evaluate_and_train_twice(folder):
-    trainer = make_trainer("zero", folder)
-    before = trainer.evaluate()["eval_tokens"]
-    trainer.train()
-    trainer.save_model(str(folder / "first"))
-    trainer.train()
-    return before
-
-
-@SLOW
-def test_evaluation_before_training_changes_nothing(plain, tmp_path):
-    run_on_ranks(_evaluate_and_train_twice, 2, tmp_path)
-    assert_same_parameters(tmp_path / "first", plain[2])
-
-
-def _keep_the_best(name, folder):
-    by_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
-    trainer = make_trainer(name, folder, **by_epoch, **best)
-    trainer.train()
-    trainer.save_model(str(folder / "out"))
-    return trainer.state.best_global_step, trainer.state.global_step
-
-
-@SLOW
-def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
-    [(best, last)] = run_on_ranks(_keep_the_best, 1, None, tmp_path / "plain")
-    assert best < last
-    assert run_on_ranks(_keep_the_best, 2, "zero", tmp_path / "zero") == [(best, last)] * 2
-    [kept] = (tmp_path / "zero").glob("checkpoint-*")
-    assert kept.name == f"checkpoint-{best}"
-    assert_same_parameters(tmp_path / "zero" / "out", run_on_ranks(saved_parameters, 1, kept)[0])
-
-
 def _refused(folder, plugin, changes):
     make_trainer(plugin, folder, **changes).train()
 

@@ -1,4 +1,4 @@
-"""TRL's trainers, SFT, DPO and GRPO, under a plugin: as under Accelerate's DDP on as many ranks, or in one process."""
+"""TRL's trainers, SFT, DPO and GRPO, under a plugin: as under Accelerate's DDP on as many ranks."""
 
 import os
 from unittest import mock
@@ -7,7 +7,7 @@ import pytest
 import torch
 from isolated_libraries import FOLDER, missing_libraries, use_isolated_libraries
 from named_plugins import plugin_named
-from trainer_runs import forget_ranks, make_model, saved_parameters, steps_of
+from trainer_runs import forget_ranks, make_model, steps_of
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -30,75 +30,17 @@ def _tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def _texts():
-    """Return texts of unequal lengths, so that batches are padded."""
-    generator = torch.Generator().manual_seed(1)
-    for index in range(12):
-        words = torch.randint(3, 64, (3 + index % 5,), generator=generator)
-        yield {"text": " ".join(f"w{int(word)}" for word in words)}
-
-
-def _train(name, folder):
-    use_isolated_libraries()
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    from booster_trainer import with_booster
-
-    forget_ranks()
-    make, ours, num_processes = SFTTrainer, {}, 1
-    if name is not None:
-        booster = Booster(plugin=plugin_named(name))
-        num_processes = booster.plugin.data_parallel_coordinates(booster.context.coordinator)[1]
-        make, ours = with_booster(SFTTrainer), {"booster": booster}
-    args = SFTConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=4 // num_processes,
-        max_steps=3,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        max_length=16,
-        gradient_checkpointing=False,
-    )
-    trainer = make(
-        model=make_model(),
-        args=args,
-        train_dataset=Dataset.from_list(list(_texts())),
-        processing_class=_tokenizer(),
-        **ours,
-    )
-    trainer.train()
-    trainer.save_model(str(folder / "out"))
-    return steps_of(trainer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero", "fsdp", "gemini"])
-def test_fine_tuning_equals_that_of_one_process(name, tmp_path):
-    [expected] = run_on_ranks(_train, 1, None, tmp_path / "plain", timeout_seconds=280, group_timeout_seconds=180)
-    for steps in run_on_ranks(_train, 2, name, tmp_path / "ours", timeout_seconds=280, group_timeout_seconds=180):
-        for own, plain in zip(steps, expected, strict=True):
-            assert own == pytest.approx(plain, rel=1e-4)
-    [before] = run_on_ranks(saved_parameters, 1, tmp_path / "plain" / "out")
-    [found] = run_on_ranks(saved_parameters, 1, tmp_path / "ours" / "out")
-    for key, value in before.items():
-        assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-5), key
-
-
 def _words(generator, number):
     return " ".join(f"w{int(word)}" for word in torch.randint(3, 64, (number,), generator=generator))
 
 
 def _answers():
-    """Return a trainer of fine-tuning, its settings, samples and further arguments."""
+    """Return a trainer of fine-tuning, its settings, samples of unequal lengths, and further arguments."""
     from trl import SFTConfig, SFTTrainer
 
-    return SFTTrainer, SFTConfig, {"max_length": 16}, list(_texts()), {}
+    draw = torch.Generator().manual_seed(1)
+    samples = [{"text": _words(draw, 3 + i % 5)} for i in range(12)]
+    return SFTTrainer, SFTConfig, {"max_length": 16}, samples, {}
 
 
 def _preferences():
@@ -195,4 +137,6 @@ def test_losses_are_those_under_accelerate(kind, tmp_path):
 @pytest.mark.slow
 def test_a_head_that_is_split_raises_on_every_rank(tmp_path):
     limits = {"timeout_seconds": 280, "group_timeout_seconds": 180}
-    assert all(expect_on_ranks(ConfigError, "splits them between ranks", _train, 2, "hybrid-tp", tmp_path, **limits))
+    assert all(
+        expect_on_ranks(ConfigError, "splits them between ranks", _tune, 2, _answers, ["hybrid-tp"], tmp_path, **limits)
+    )

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, train_boosted
+from cases import Case, Setting, assert_equals_one_process, noise, train_boosted
 from matrix import matrix
-from residual_stack import Stack
+from residual_stack import SPLIT, Stack
 from safetensors.torch import load_file
 
 from booster_core import Booster
@@ -15,7 +15,7 @@ from booster_core.errors import GradientError
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_hybrid import HybridParallelPlugin
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -33,9 +33,6 @@ def step(booster, model, optimizer, inputs) -> None:
     optimizer.zero_grad()
 
 
-SPLIT = ShardingPolicy(
-    rules=(ModuleRule("layers.*.up", Style.COLUMN), ModuleRule("layers.*.down", Style.ROW)), layers=("layers",)
-)
 OF_STAGES = {"pp_size": 2, "custom_policy": SPLIT, "example_batch": torch.ones(2, 8)}
 SETTINGS = {
     "single": Setting(SingleDeviceStrategy, num_ranks=1),
@@ -81,13 +78,9 @@ def unfreeze(how, step, model, optimizer):
             optimizer.add_param_group({"params": frozen_of(model)})
 
 
-def rows(number, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
-
-
 def unfreezing(how):
     hooks = {"optimizer": partial(over, how), "before_step": partial(unfreeze, how)}
-    return Case(build=frozen_stack, batch=rows, steps=4, **hooks)
+    return Case(build=frozen_stack, batch=noise(4, 8), steps=4, **hooks)
 
 
 @matrix(1, mesh=SETTINGS, how=["listed", "added"])

@@ -39,7 +39,7 @@ def hooked(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-OPTIMIZERS = {"key": CountingSGD, "override": ReportingSGD, "hook": hooked, "plain": torch.optim.SGD}
+OPTIMIZERS = {"key": CountingSGD, "override": ReportingSGD, "hook": hooked}
 
 
 def train_and_save(plugin: str, kind: str, folder: str, method: str) -> None:
@@ -66,11 +66,6 @@ def test_an_optimizer_with_state_of_no_parameter_is_not_saved(plugin, kind, tmp_
 @pytest.mark.parametrize("method", ["save_checkpoint", "dcp"])
 def test_other_ways_to_save_refuse_it_too(method, tmp_path) -> None:
     expect_on_ranks(CheckpointError, LOST["key"], train_and_save, 2, "ddp", "key", str(tmp_path / "o"), method)
-
-
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_other_optimizers_are_saved(plugin, tmp_path) -> None:
-    run_on_ranks(train_and_save, 2, plugin, "plain", str(tmp_path / "o"), "save_optimizer")
 
 
 class Packed(nn.Linear):

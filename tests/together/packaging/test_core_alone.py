@@ -57,14 +57,8 @@ assert losses + train(booster, model, optimizer, scheduler, 3) == expected
 
 REFUSED = {
     "booster.save_model(model, 'out', shard=True)": ("ConfigError", "booster-checkpoint"),
-    "booster.save_model(model, 'out.bin')": ("ConfigError", "booster-checkpoint"),
-    "booster.save_model(model, 'out', gather_dtensor=False)": ("ConfigError", "booster-checkpoint"),
-    "booster.save_model(model, 'out', use_async=True)": ("ConfigError", "booster-checkpoint"),
-    "booster.save_model(model, 's3://bucket/out')": ("CheckpointError", "booster-checkpoint"),
-    "booster.save_lora_as_pretrained(model, 'out')": ("ConfigError", "booster-checkpoint"),
     "booster.load_model(model, 'run')": ("CheckpointError", "booster-checkpoint"),
     "booster.save_checkpoint('run', step=1, model=model)": ("ConfigError", "booster-checkpoint"),
-    "booster.load_checkpoint('run', model=model)": ("ConfigError", "booster-checkpoint"),
     "booster.prepare_dataloader(torch.utils.data.ChainDataset([]))": ("ConfigError", "booster-runtime"),
     "booster.enable_lora(torch.nn.Linear(2, 2), lora_config=None)": ("ConfigError", "booster-runtime"),
 }

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[3]
 TRAIN = """
 import sys, torch
 from booster_core import Booster
@@ -31,16 +27,6 @@ def test_core_and_ddp_alone_train(core_and_ddp, environment_of):
     assert "inspect" in environment.booster("--help").stdout  # a verb of booster-checkpoint
 
 
-def test_import_of_a_missing_plugin_class_names_its_distribution(core_and_ddp, environment_of):
-    environment = environment_of(*core_and_ddp)
-    environment.run("-c", "from booster_core.plugin import TorchDDPPlugin")
-    done = environment.run("-c", "from booster_core.plugin import GeminiPlugin", check=False)
-    assert done.returncode == 1
-    assert done.stderr.endswith(
-        "GeminiPlugin is in booster-gemini, which is not installed. Run `pip install booster-gemini`.\n"
-    )
-
-
 def test_listing_plugins_is_fast(core_and_ddp, environment_of):
     environment = environment_of(*core_and_ddp)
     times = []
@@ -51,20 +37,3 @@ def test_listing_plugins_is_fast(core_and_ddp, environment_of):
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     # Time of the processor, and the fastest of five: what else the machine does can only slow it down.
     assert min(times) < 0.3
-
-
-@pytest.mark.slow  # the one with DDP is above, and CI runs each package's tests from its wheel
-@pytest.mark.parametrize(
-    ("name", "class_name"),
-    [
-        ("zero", "LowLevelZeroPlugin"),
-        ("fsdp", "TorchFSDPPlugin"),
-        ("gemini", "GeminiPlugin"),
-        ("hybrid", "HybridParallelPlugin"),
-    ],
-)
-def test_each_plugin_trains_from_its_wheel(build_wheel, core_and_ddp, environment_of, name, class_name):
-    needed = ["booster-zero"] if name in ("gemini", "hybrid") else []
-    wheels = [build_wheel(ROOT / "packages" / each) for each in (*needed, f"booster-{name}")]
-    environment = environment_of(*core_and_ddp, *wheels)
-    assert environment.run("-c", TRAIN.replace('"ddp"', f'"{name}"')).stdout == f"trained {class_name}\n"

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader
 from booster_core import Booster, launch_from_torch
 
 plugin, out = sys.argv[1:]
-launch_from_torch()
+if plugin != "single":
+    launch_from_torch()
 model = make_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 booster = Booster(plugin=plugin_named(plugin))
