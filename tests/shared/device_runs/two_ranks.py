@@ -15,29 +15,22 @@ import torch.distributed as dist
 from torch.nn import functional
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
-import booster_core
 from booster_hybrid.mesh import RankGroup
 from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 from booster_hybrid.sequence_parallel.flex_kernel import takes_rules
 from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
-from booster_testing.compare import DTYPES
 from device_runs.cases import Case, Figure
 from device_runs.runner import free_port
-from device_runs.training import alone, train
+from device_runs.training import train
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from device_runs.cases import Setting
 
-_NUMEL = 12 << 10
 _SLEEP_CYCLES = 1_000_000
 """About half a millisecond."""
-_LONG_CYCLES = 800_000_000
-"""About 0.4 s."""
-_MOST_HOST_SECONDS = 0.15
 _LENGTH = 512
 _OF_BF16 = 2**-6
 """What sums of products of bf16 may differ by from those of fp32, of their norm."""
@@ -54,45 +47,6 @@ _DELAYED_CALLS = (
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 )
-
-
-# ---- order
-
-
-def host_runs_ahead(setting: Setting) -> Sequence[Figure]:
-    """Wait for an all-reduce whose inputs one rank computes late: only the stream may wait, and it must."""
-    module = setting.module
-    tensor = torch.full((_NUMEL,), float(setting.rank + 1), device=setting.device)
-    dist.all_reduce(tensor.clone())
-    other = torch.zeros(_NUMEL, device=setting.device)
-    other += tensor.clone().mul_(2)[0] + (tensor * 3)[0]  # a kernel that is loaded later would wait for all streams
-    other += 1
-    side = module.Stream()
-    module.synchronize()
-    dist.barrier()
-    begin = time.monotonic()
-    if setting.rank == 1:
-        module._sleep(_LONG_CYCLES)
-    tensor.mul_(2)
-    work = dist.all_reduce(tensor, async_op=True)
-    with module.stream(side):
-        other += 1  # ordered after nothing that is late
-        side.synchronize()
-    is_early = not work.is_completed()
-    work.wait()
-    result = tensor * 3
-    on_host = time.monotonic() - begin
-    expected = 6.0 * sum(range(1, setting.world_size + 1))
-    assert torch.equal(result.cpu(), torch.full((_NUMEL,), expected)), (
-        "a stream did not wait for what it was to wait for"
-    )
-    in_all = time.monotonic() - begin
-    assert in_all > _MOST_HOST_SECONDS, f"the sleep took {in_all:.3f} s only"
-    assert on_host < _MOST_HOST_SECONDS, (
-        f"the host waited {on_host:.3f} s for an all-reduce that was {in_all:.3f} s late"
-    )
-    assert is_early, "an all-reduce had ended before its inputs were there"
-    return [Figure("host's time of an all-reduce whose inputs are 0.4 s late", [on_host], bar=_MOST_HOST_SECONDS)]
 
 
 def train_late(setting: Setting, *, case: device_smoke.Case, precision: str) -> None:
@@ -142,44 +96,6 @@ def _sleep(setting: Setting) -> None:
         setting.module._sleep(_SLEEP_CYCLES)
     else:
         time.sleep(1e-4)
-
-
-# ---- saved on two ranks, loaded on one
-
-
-def save_here_load_alone(setting: Setting, *, case: device_smoke.Case, precision: str, as_dcp: bool) -> None:
-    """Save a run, and let rank 0 alone go on with it in a new world, with NCCL where there is CUDA."""
-    run = device_smoke.Run(case, setting.device, precision)
-    for step in range(2):
-        run.step(step)
-    folder = setting.folder
-    how = {"gather_dtensor": False} if as_dcp else {"shard": True}
-    run.booster.save_model(run.model, str(folder / "model"), **how)
-    run.booster.save_optimizer(run.optimizer, str(folder / "optimizer"), **how)
-    run.model.save_pretrained(folder / "pretrained")
-    expected = run.step(2)
-    booster_core.shutdown()
-    if setting.rank > 0:
-        return
-    backend = "cpu:gloo,cuda:nccl" if setting.is_real else "cpu:gloo,simulated:simccl"
-    booster_core.launch(0, 1, "localhost", free_port(), backend=backend, local_rank=0, verbose=False)
-    tolerance = 8 * torch.finfo(DTYPES[precision]).eps
-    other = device_smoke.Run(alone(case), setting.device, precision)
-    other.booster.load_model(other.model, str(folder / "model"))
-    other.booster.load_optimizer(other.optimizer, str(folder / "optimizer"))
-    found = other.step(2)
-    assert abs(found - expected) <= tolerance * abs(expected), (found, expected)
-    _compare_pretrained(setting, folder / "pretrained", expected, tolerance)
-
-
-def _compare_pretrained(setting: Setting, folder: Path, expected: float, tolerance: float) -> None:
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(folder).to(setting.device)
-    batch = {name: tensor.to(setting.device) for name, tensor in device_smoke.batch_of(2).items()}
-    with torch.no_grad():
-        loss = float(model(**batch).loss)
-    assert abs(loss - expected) <= tolerance * abs(expected), (loss, expected)
 
 
 # ---- packed documents over split sequences
@@ -269,16 +185,7 @@ def fail(setting: Setting, *, how: str) -> Sequence[Figure]:
 
 
 LATE = ("zero 2", "gemini", "pipeline", "gemini, offload")
-LOADED = (
-    ("fsdp", "fp32", False),
-    ("fsdp", "bf16", True),
-    ("zero 2", "bf16", False),
-    ("gemini", "fp32", True),
-    ("pipeline", "fp32", True),
-)
-
 CASES = [
-    Case("the host runs ahead of an all-reduce, 2 ranks", host_runs_ahead, ranks=2, only_on="cuda", is_timed=True),
     *(
         Case(
             f"{name}, rank 1 comes late, 2 ranks",
@@ -288,15 +195,6 @@ CASES = [
             seconds=120,
         )
         for name in LATE
-    ),
-    *(
-        Case(
-            f"{name} of two ranks loaded by one, {'DCP' if as_dcp else 'safetensors'}",
-            save_here_load_alone,
-            {"case": device_smoke.CASES[name], "precision": precision, "as_dcp": as_dcp},
-            ranks=2,
-        )
-        for name, precision, as_dcp in LOADED
     ),
     *(
         Case(f"packed documents, {num_heads} heads of keys, 2 ranks", attend_to_documents, {"num_heads": num_heads}, 2)
