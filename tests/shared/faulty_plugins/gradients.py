@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import ModelWrapper
+from faulty_plugins.as_plugin import as_plugin
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -21,19 +22,19 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted
 
 
-class _Sums(ReferenceOptimizer):
+@as_plugin
+class SumsGradients(ReferenceOptimizer):
+    """Sums gradients over ranks in place of averaging them."""
+
     @override
     def reduce(self, gradient: Tensor) -> None:
         dist.all_reduce(gradient)
 
 
-class SumsGradients(ReferencePlugin):
-    """Sums gradients over ranks in place of averaging them."""
+@as_plugin
+class SumsGradientsAfterTheFirstStep(ReferenceOptimizer):
+    """Averages gradients in the first step, and sums them in later ones."""
 
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _Sums
-
-
-class _SumsLater(ReferenceOptimizer):
     @override
     def reduce(self, gradient: Tensor) -> None:
         dist.all_reduce(gradient)
@@ -41,13 +42,10 @@ class _SumsLater(ReferenceOptimizer):
             gradient /= dist.get_world_size()
 
 
-class SumsGradientsAfterTheFirstStep(ReferencePlugin):
-    """Averages gradients in the first step, and sums them in later ones."""
+@as_plugin
+class FlattensPresentGradients(ReferenceOptimizer):
+    """Averages one buffer of the gradients that a rank has, whichever another rank has."""
 
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _SumsLater
-
-
-class _FlattensPresent(ReferenceOptimizer):
     @override
     def average(self) -> None:
         if not self.has_local_gradients:
@@ -60,35 +58,23 @@ class _FlattensPresent(ReferenceOptimizer):
             gradient.copy_(averaged.view_as(gradient))
 
 
-class FlattensPresentGradients(ReferencePlugin):
-    """Averages one buffer of the gradients that a rank has, whichever another rank has."""
+@as_plugin
+class WithoutAveraging(ReferenceOptimizer):
+    """Steps with each rank's own gradients."""
 
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _FlattensPresent
-
-
-class _DoesNotAverage(ReferenceOptimizer):
     @override
     def average(self) -> None:
         pass
 
 
-class WithoutAveraging(ReferencePlugin):
-    """Steps with each rank's own gradients."""
+@as_plugin
+class KeepsLastMicroBatch(ReferenceOptimizer):
+    """Keeps the gradients of the last micro-batch only."""
 
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _DoesNotAverage
-
-
-class _KeepsLast(ReferenceOptimizer):
     @override
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         self.optim.zero_grad()
         super().backward(loss, inputs, retain_graph=retain_graph)
-
-
-class KeepsLastMicroBatch(ReferencePlugin):
-    """Keeps the gradients of the last micro-batch only."""
-
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _KeepsLast
 
 
 class _ForgetsToAverage(ReferenceOptimizer):
@@ -144,7 +130,10 @@ class SyncsModelThatWasBoostedFirst(ReferencePlugin):
         return last.accumulating() if isinstance(last, ReferenceOptimizer) else super().no_sync(model)
 
 
-class _NormOfOwnPart(ReferenceOptimizer):
+@as_plugin
+class NormOfOwnPart(ReferenceOptimizer):
+    """Clips by the norm of the gradients that this rank counts, without adding the other ranks'."""
+
     @override
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         gradients = self.gradients()
@@ -152,50 +141,38 @@ class _NormOfOwnPart(ReferenceOptimizer):
         return clip_by_norm(gradients, max_norm, norm_type, counted=own, error_if_nonfinite=error_if_nonfinite)
 
 
-class NormOfOwnPart(ReferencePlugin):
-    """Clips by the norm of the gradients that this rank counts, without adding the other ranks'."""
+@as_plugin
+class IgnoresNormType(ReferenceOptimizer):
+    """Clips by the Euclidean norm, whatever is asked for."""
 
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _NormOfOwnPart
-
-
-class _EuclideanNorm(ReferenceOptimizer):
     @override
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         return super().clip_gradients(max_norm, 2.0, error_if_nonfinite=error_if_nonfinite)
 
 
-class IgnoresNormType(ReferencePlugin):
-    """Clips by the Euclidean norm, whatever is asked for."""
+@as_plugin
+class IgnoresErrorIfNonfinite(ReferenceOptimizer):
+    """Does not raise where the norm is infinite."""
 
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _EuclideanNorm
-
-
-class _NeverRaises(ReferenceOptimizer):
     @override
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=False)
 
 
-class IgnoresErrorIfNonfinite(ReferencePlugin):
-    """Does not raise where the norm is infinite."""
+@as_plugin
+class HasNoEffectOfZeroGrad(ReferenceOptimizer):
+    """Leaves gradients as they are when they are to be zeroed."""
 
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _NeverRaises
-
-
-class _KeepsGradients(ReferenceOptimizer):
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         if set_to_none:
             super().zero_grad(set_to_none)
 
 
-class HasNoEffectOfZeroGrad(ReferencePlugin):
-    """Leaves gradients as they are when they are to be zeroed."""
+@as_plugin
+class DecidesOverflowLocally(ReferenceOptimizer):
+    """Skips a step on the rank alone whose own gradients overflowed."""
 
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _KeepsGradients
-
-
-class _OwnOverflow(ReferenceOptimizer):
     found_here = False
 
     @override
@@ -208,9 +185,3 @@ class _OwnOverflow(ReferenceOptimizer):
     @override
     def overflow_anywhere(self, overflow: bool) -> bool:
         return self.found_here
-
-
-class DecidesOverflowLocally(ReferencePlugin):
-    """Skips a step on the rank alone whose own gradients overflowed."""
-
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _OwnOverflow

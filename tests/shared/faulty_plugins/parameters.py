@@ -12,6 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from booster_core.plugin import ModelWrapper
+from faulty_plugins.as_plugin import as_plugin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,18 +31,15 @@ class StartsApart(ReferencePlugin):
         pass
 
 
-class _ChangesWeights(ModelWrapper):
+@as_plugin
+class ChangesWeightsInEvaluation(ModelWrapper):
+    """Scales a weight in each evaluation."""
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             with torch.no_grad():
                 next(self.unwrap().parameters()).mul_(1.001)
         return super()._forward(*args, **kwargs)
-
-
-class ChangesWeightsInEvaluation(ReferencePlugin):
-    """Scales a weight in each evaluation."""
-
-    model_class: ClassVar[type[ModelWrapper]] = _ChangesWeights
 
 
 class UntiesWeights(ReferencePlugin):
@@ -106,7 +104,10 @@ class SameSamples(ReferencePlugin):
         return 0, 1
 
 
-class _OffByOneRounding(ReferenceOptimizer):
+@as_plugin
+class OffByOneRounding(ReferenceOptimizer):
+    """Lets a weight of one rank drift by one rounding a step."""
+
     @override
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
@@ -114,12 +115,6 @@ class _OffByOneRounding(ReferenceOptimizer):
             weight = self.param_groups[0]["params"][0].data.view(-1)
             weight[0] = torch.nextafter(weight[0], torch.tensor(torch.inf))
         return result
-
-
-class OffByOneRounding(ReferencePlugin):
-    """Lets a weight of one rank drift by one rounding a step."""
-
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _OffByOneRounding
 
 
 class _OwnersOnly(ReferenceStateAdapter):
