@@ -15,13 +15,11 @@ from model_zoo.diffusers_models import MODELS as _DIFFUSERS
 from model_zoo.own_tensors import MODELS as _TENSORS
 from model_zoo.own_uses import MODELS as _USES
 from model_zoo.registry import Batch, ZooModel
-from model_zoo.timm_families import MODELS as _TIMM_FAMILIES
 from model_zoo.timm_models import MODELS as _TIMM
 from model_zoo.torchrec_models import MODELS as _TORCHREC
 from model_zoo.torchvision_models import MODELS as _TORCHVISION
 from model_zoo.transformers_audio import MODELS as _AUDIO
 from model_zoo.transformers_encoders import MODELS as _ENCODERS
-from model_zoo.transformers_families import MODELS as _FAMILIES
 from model_zoo.transformers_heads import HEADS
 from model_zoo.transformers_language import MODELS as _LANGUAGE
 from model_zoo.transformers_vision import MODELS as _VISION
@@ -34,34 +32,8 @@ ZOO: dict[str, ZooModel] = {
     for model in (*_LANGUAGE, *_ENCODERS, *_VISION, *_AUDIO, *_TIMM, *_DIFFUSERS, *_TORCHREC, *_TORCHVISION)
 }
 
-_TWICE = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "gemma",
-    "phi",
-    "deepseek_v3",
-    "cohere",
-    "glm",
-    "gptj",
-    "opt",
-    "bloom",
-)
-"""Families whose language model is in both tables."""
-
-MATRIX: dict[str, ZooModel] = {
-    **ZOO,
-    **{
-        model.name: model
-        for model in (
-            replace(each, name=each.name.replace("heads/", "transformers/"), slow=True) for each in HEADS.values()
-        )
-        if model.name not in {f"transformers/{family}_lm" for family in (*_TWICE, "falcon")}
-    },
-    **{model.name: model for model in (*_TENSORS, *_USES, *_FAMILIES, *_TIMM_FAMILIES)},
-}
-"""Every model, by name: those of ``ZOO``, which other tests use too, and those of the compatibility matrix alone."""
+MATRIX: dict[str, ZooModel] = {**ZOO, **{model.name: model for model in (*_TENSORS, *_USES)}}
+"""Every model of the compatibility matrix, by name: those of ``ZOO``, which other tests use too, and small ones."""
 
 
 def get_model(name: str) -> ZooModel:

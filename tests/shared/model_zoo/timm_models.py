@@ -11,19 +11,17 @@ from model_zoo.fields import batch_of, normal, numbers
 from model_zoo.registry import ZooModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor, nn
 
     from model_zoo.registry import Batch
 
-CLASSES = 10
+_CLASSES = 10
 
 
 def _build(name: str, settings: dict[str, Any]) -> nn.Module:
     import timm
 
-    model: nn.Module = timm.create_model(name, num_classes=CLASSES, **settings)
+    model: nn.Module = timm.create_model(name, num_classes=_CLASSES, **settings)
     return model
 
 
@@ -31,41 +29,35 @@ def _classified(output: Tensor, batch: Batch) -> Tensor:
     return cross_entropy(output, batch["labels"])
 
 
-def timm_model(
-    name: str, original: str | Callable[[], nn.Module], settings: dict[str, Any] | None = None, **more: Any
-) -> ZooModel:
+def _one(name: str, original: str, settings: dict[str, Any]) -> ZooModel:
     """Return the entry of an image classifier for images of 32 x 32.
 
     Args:
         name: The model's name in the zoo.
-        original: The model's name in timm, or a function that returns the model.
+        original: The model's name in timm.
         settings: Changes of the named model's settings.
-        **more: As for `ZooModel`.
     """
     return ZooModel(
         name=f"timm/{name}",
-        build=partial(_build, original, settings or {}) if isinstance(original, str) else original,
-        batch=batch_of(x=normal(3, 32, 32), labels=numbers(CLASSES)),
+        build=partial(_build, original, settings),
+        batch=batch_of(x=normal(3, 32, 32), labels=numbers(_CLASSES)),
         loss=_classified,
-        loss_only=("labels",),
         needs=("timm",),
         no_effect=("*pos_proj.bias", "*attn.k.bias"),
-        **more,
     )
 
 
 MODELS = (
-    timm_model(
+    _one(
         "convit_base",
         "convit_base",
         {"img_size": 32, "patch_size": 8, "embed_dim": 4, "depth": 3, "local_up_to_layer": 2},
     ),
-    timm_model(
+    _one(
         "convit_tiny",
         "convit_tiny",
         {"img_size": 32, "patch_size": 8, "depth": 3, "local_up_to_layer": 2},
     ),
-    timm_model("convit_base_wide", "convit_base", {"img_size": 32, "depth": 3, "local_up_to_layer": 2}, slow=True),
-    timm_model("resnet", "test_resnet", {"zero_init_last": False}, couples_samples=True, slow=True),
-    timm_model("vit", "test_vit", {"img_size": 32, "patch_size": 8}),
+    _one("resnet", "test_resnet", {"zero_init_last": False}),
+    _one("vit", "test_vit", {"img_size": 32, "patch_size": 8}),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from model_zoo.fields import batch_of, normal, numbers
@@ -13,7 +12,7 @@ from model_zoo.registry import ZooModel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from model_zoo.registry import Batch
 
@@ -32,52 +31,23 @@ def _of(kind: str, *arguments: Any, **settings: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def _efficientnet() -> nn.Module:
-    from torchvision.models.efficientnet import EfficientNet, MBConvConfig
-
-    layers = [MBConvConfig(1, 3, 1, 16, 8, 1), MBConvConfig(6, 3, 2, 8, 16, 1)]
-    model: nn.Module = EfficientNet(
-        layers, dropout=0.0, num_classes=_CLASSES, last_channel=32, stochastic_depth_prob=0.0
-    )
-    return model
-
-
-def _convnext() -> nn.Module:
-    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
-
-    layers = [CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)]
-    model: nn.Module = ConvNeXt(layers, layer_scale=0.5, num_classes=_CLASSES)
-    return model
-
-
-def _vgg() -> nn.Module:
-    """Return VGG's features with a small head: the sizes of its own are fixed."""
-    from torchvision.models.vgg import make_layers
-
-    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, _CLASSES))
-    return nn.Sequential(*make_layers([8, "M", 16, "M"]), *head)
-
-
 def _classified(output: Tensor, batch: Batch) -> Tensor:
     return cross_entropy(output, batch["labels"])
 
 
-def _one(name: str, build: Callable[[], nn.Module], image: str = "x", **more: Any) -> ZooModel:
+def _one(name: str, build: Callable[[], nn.Module], **more: Any) -> ZooModel:
     return ZooModel(
         name=f"torchvision/{name}",
         build=build,
-        batch=batch_of(**{image: normal(3, 32, 32)}, labels=numbers(_CLASSES)),
+        batch=batch_of(x=normal(3, 32, 32), labels=numbers(_CLASSES)),
         loss=_classified,
-        loss_only=("labels",),
         needs=("torchvision",),
         **more,
     )
 
 
-_NORMALIZED: dict[str, Any] = {"couples_samples": True, "double": True, "slow": True}
-
 MODELS = (
-    _one("resnet18", _of("resnet18"), couples_samples=True),
+    _one("resnet18", _of("resnet18")),
     _one(
         "mobilenet_v2",
         _of(
@@ -86,16 +56,7 @@ MODELS = (
             inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 1, 2], [6, 24, 1, 2]],
             dropout=0.0,
         ),
-        **_NORMALIZED,
+        double=True,
     ),
-    _one("mobilenet_v3_small", _of("mobilenet_v3_small", width_mult=0.1), **_NORMALIZED),
-    _one("mnasnet", _of("MNASNet", 0.1, dropout=0.0), **_NORMALIZED),
-    _one("shufflenet", _of("ShuffleNetV2", [1, 1, 1], [8, 8, 16, 16, 32]), **_NORMALIZED),
-    _one("densenet", _of("DenseNet", growth_rate=4, block_config=(2, 2), num_init_features=8), **_NORMALIZED),
-    _one("efficientnet", _efficientnet, **_NORMALIZED),
-    _one("squeezenet", _of("SqueezeNet", "1_1", dropout=0.0), slow=True),
-    _one("vgg", _vgg, "input", slow=True),
-    _one("convnext", _convnext, slow=True),
-    _one("vit", _of("VisionTransformer", 32, 8, 2, 4, 32, 64), slow=True),
-    _one("swin", _of("SwinTransformer", [4, 4], 16, [1, 1], [2, 4], [4, 4], stochastic_depth_prob=0.0), slow=True),
+    _one("vit", _of("VisionTransformer", 32, 8, 2, 4, 32, 64)),
 )

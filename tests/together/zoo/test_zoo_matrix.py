@@ -7,15 +7,14 @@ one plugin.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 from isolated_libraries import FOLDER, missing_libraries
 from matrix import matrix
 from model_zoo import MATRIX
-from zoo_cells import COLUMNS, Cell, measure, measure_plain
-from zoo_results import read_cell, write_cell
+from zoo_cells import measure
+from zoo_results import COLUMNS, read_cell, write_cell
 
 HARD = (
     "timm/convit_base",
@@ -32,22 +31,6 @@ HARD = (
 """Models that Colossal-AI excludes from its low-level ZeRO tests: repeated layers, odd inputs, unused parameters."""
 RESULTS = os.environ.get("BOOSTER_ZOO_RESULTS")
 """The folder in which `nox -s models -- zoo` collects cells; those that are in it are not measured again."""
-
-
-@pytest.fixture(scope="module")
-def plain_runs(tmp_path_factory, ranks_with_isolated_libraries):
-    """Return a function that trains a model in one process, once for all plugins; it returns its folder and errors."""
-    known: dict[str, tuple[Path, list[str]]] = {}
-
-    def train(name: str) -> tuple[Path, list[str]]:
-        if name not in known:
-            while known:  # cells are in the order of models
-                shutil.rmtree(known.popitem()[1][0])
-            home = tmp_path_factory.mktemp("model")
-            known[name] = home, measure_plain(name, home)
-        return known[name]
-
-    return train
 
 
 CASES = [(name, plugin) for name in MATRIX for plugin in (*COLUMNS, *(["zero-1"] if name in HARD else []))]
@@ -72,14 +55,13 @@ CASES = [(name, plugin) for name in MATRIX for plugin in (*COLUMNS, *(["zero-1"]
     ],
     **{"name, plugin": CASES},
 )
-def test_training_and_checkpoints_equal_one_process(name, plugin, plain_runs):
+def test_training_and_checkpoints_equal_one_process(name, plugin, tmp_path, ranks_with_isolated_libraries):
     model = MATRIX[name]
     if missing := missing_libraries(model.needs):
         pytest.skip(f"{', '.join(missing)} not installed, neither in the environment nor in {FOLDER}")
     cell = read_cell(Path(RESULTS), name, plugin) if RESULTS else None
     if cell is None:
-        home, errors = plain_runs(name)
-        cell = Cell(state="fault", findings=errors) if errors else measure(name, plugin, home)
+        cell = measure(name, plugin, tmp_path)
         if RESULTS:
             write_cell(Path(RESULTS), name, plugin, cell)
     expected = "refused" if plugin in model.refused else "ok"
