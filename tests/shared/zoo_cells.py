@@ -45,7 +45,6 @@ PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero": ("booster_zero.LowLevelZeroPlugin", {"stage": 2, "bucket_bytes": 2**16}),
     "gemini": ("booster_gemini.GeminiPlugin", {"min_chunk_bytes": 2**14}),
     "hybrid": ("booster_hybrid.HybridParallelPlugin", {"tp_size": 2}),
-    "zero-1": ("booster_zero.LowLevelZeroPlugin", {"stage": 1}),
 }
 """Classes and options, such that the small models fill several buckets and chunks."""
 WITHOUT_POLICY = {"zero_stage": 1}

@@ -16,34 +16,18 @@ from model_zoo import MATRIX
 from zoo_cells import measure
 from zoo_results import COLUMNS, read_cell, write_cell
 
-HARD = (
-    "timm/convit_base",
-    "timm/convit_tiny",
-    "torchrec/dlrm",
-    "torchrec/deepfm",
-    "diffusers/vq_model",
-    "transformers/albert",
-    "transformers/albert_pretraining",
-    "transformers/bert",
-    "transformers/bert_pretraining",
-    "transformers/gpt2_double_heads",
-)
-"""Models that Colossal-AI excludes from its low-level ZeRO tests: repeated layers, odd inputs, unused parameters."""
 RESULTS = os.environ.get("BOOSTER_ZOO_RESULTS")
 """The folder in which `nox -s models -- zoo` collects cells; those that are in it are not measured again."""
-
-
-CASES = [(name, plugin) for name in MATRIX for plugin in (*COLUMNS, *(["zero-1"] if name in HARD else []))]
 
 
 @matrix(
     [
         "transformers/gpt2_lm-zero",
-        "transformers/gpt2_double_heads-zero-1",
-        "transformers/albert-zero-1",
+        "transformers/gpt2_double_heads-zero",
+        "transformers/albert-zero",
         "transformers/vit_classification-ddp",
-        "timm/convit_base-zero-1",
-        "torchrec/dlrm-zero-1",
+        "timm/convit_base-zero",
+        "torchrec/dlrm-zero",
         "own/complex_parameter-gemini",
         "own/integer_parameter-zero",
         "own/transposed_parameter-zero",
@@ -53,7 +37,8 @@ CASES = [(name, plugin) for name in MATRIX for plugin in (*COLUMNS, *(["zero-1"]
         "own/hooked_accumulation-fsdp",
         "own/batch_norm-ddp",
     ],
-    **{"name, plugin": CASES},
+    name=MATRIX,
+    plugin=COLUMNS,
 )
 def test_training_and_checkpoints_equal_one_process(name, plugin, tmp_path, ranks_with_isolated_libraries):
     model = MATRIX[name]
