@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import device_smoke
 import torch
@@ -22,6 +23,7 @@ from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from device_runs.cases import Case, Figure
 from device_runs.runner import free_port
+from device_runs.small import late_copies
 from device_runs.training import train
 
 if TYPE_CHECKING:
@@ -58,16 +60,6 @@ def train_late(setting: Setting, *, case: device_smoke.Case, precision: str) -> 
 @contextlib.contextmanager
 def delays(setting: Setting) -> Iterator[None]:
     """Let the current stream sleep before each message, and the engine's streams before what is started in them."""
-    from booster_runtime.memory.copy_stream import CopyStream
-
-    original, calls = CopyStream.own_order, {}
-    own_order = original
-
-    @contextlib.contextmanager
-    def late(stream: CopyStream) -> Iterator[None]:
-        with own_order(stream):
-            _sleep(setting)
-            yield
 
     def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -77,18 +69,9 @@ def delays(setting: Setting) -> Iterator[None]:
 
         return sleep_and_call
 
-    for name in _DELAYED_CALLS:
-        call = getattr(dist, name, None)
-        if call is not None:
-            calls[name] = call
-            setattr(dist, name, delayed(call))
-    CopyStream.own_order = late  # type: ignore[method-assign]
-    try:
+    calls = {name: delayed(getattr(dist, name)) for name in _DELAYED_CALLS if hasattr(dist, name)}
+    with late_copies(setting), mock.patch.multiple(dist, **calls):
         yield
-    finally:
-        CopyStream.own_order = original  # type: ignore[method-assign]
-        for name, call in calls.items():
-            setattr(dist, name, call)
 
 
 def _sleep(setting: Setting) -> None:
