@@ -1,6 +1,6 @@
 """What a checkpoint of very many tensors and ranks takes besides its values: part of ``checkpoint.py``.
 
-One process plays one rank, whose peers say what it says (``tests/shared/many_ranks.py``). torch plans on one rank,
+One process plays one rank, whose peers say what it says (``_many_ranks.py``). torch plans on one rank,
 which is given as many plans: time is that of reading them, of the whole plan, and of what goes back. On as many ranks
 as the bars are of, torch takes half an hour and tens of GiB, so the two are compared on fewer.
 """
@@ -8,12 +8,12 @@ as the bars are of, torch takes half an hour and tens of GiB, so the two are com
 from __future__ import annotations
 
 import pickle
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from _many_ranks import NUM_TENSORS, WIDTH, name_of, planned_on_one_of_many
 from _results import compare
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -22,10 +22,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from booster_checkpoint.files.checksums import Block, block_sizes
 from booster_checkpoint.run.manifest import MANIFEST, FileEntry, Manifest
 from booster_checkpoint.storage import locate
-
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "shared"))
-
-from many_ranks import NUM_TENSORS, WIDTH, name_of, planned_on_one_of_many
 
 _RANKS, _RANKS_OF_BOTH = 1024, 16
 _MANIFEST_BYTES, _RECEIVED_BYTES, _PLAN_SECONDS, _LINE_BYTES = 5_000_000, 16 << 20, 2.0, 64

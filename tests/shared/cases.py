@@ -24,9 +24,10 @@ from model_zoo.registry import in_double
 from torch import nn
 
 from booster_core import Booster
+from booster_core.plugin import unwrap_model
 from booster_core.state.names import NamedTensors
 from booster_runtime import full_gradient
-from booster_runtime.data import tensors_of
+from booster_runtime.data import taken_by, tensors_of
 from booster_testing import run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
 from booster_testing.training import Trained, whole_model
@@ -339,9 +340,9 @@ def assert_same_training(actual: Trained, expected: Trained, case: Case) -> None
 
 
 def call(model: Any, batch: Any) -> Any:
-    """Return the model's outputs for a batch."""
+    """Return the model's outputs for a batch; entries of a mapping that it does not take are for the loss alone."""
     if isinstance(batch, Mapping):
-        return model(**batch)
+        return model(**taken_by(unwrap_model(model), batch))
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 

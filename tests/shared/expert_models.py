@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from cases import Case
+from model_zoo import transformers_language as language
 from model_zoo.transformers_build import from_config
 
 from booster_hybrid.policy.find import expert_rules
@@ -20,19 +21,7 @@ if TYPE_CHECKING:
 LENGTH, SAMPLES = 8, 2
 MAX_NORM = 0.5
 _TOLERANCE = Tolerance(relative=1e-6, reason="transformers takes softmaxes, norms and losses in fp32 in any format")
-_SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
+_SIZES: dict[str, Any] = {**language._SIZES, "intermediate_size": 32}
 _SPARSE = {
     **_SIZES,
     "num_experts": 8,

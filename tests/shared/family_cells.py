@@ -12,8 +12,8 @@ import torch
 from family_models import SAMPLES, batch_of, build, check_tiny, has_experts
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
+from zoo_cells import first_line, quiet
 from zoo_results import Cell
-from zoo_training import CellError, first_line, quiet
 
 from booster_core.errors import AbsentValueError, ConfigError
 from booster_hybrid import HybridParallelPlugin
@@ -48,6 +48,20 @@ _GROUP_TIMEOUT_SECONDS = 30.0
 _DOUBLE = 1e-5
 """Tolerance in fp64, of models whose norms and softmaxes compute in fp32 all the same."""
 _REFUSAL = ConfigError.__name__
+
+
+class CellError(Exception):
+    """An error in a phase of a cell.
+
+    Args:
+        phase: What was tried.
+        kind: Name of the error's class.
+        line: First line of its message.
+    """
+
+    def __init__(self, phase: str, kind: str, line: str) -> None:
+        super().__init__(phase, kind, line)
+        self.phase, self.kind, self.line = phase, kind, line
 
 
 class _Watched(HybridParallelPlugin):

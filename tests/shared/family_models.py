@@ -164,8 +164,6 @@ NOT_MEASURED: dict[str, str] = {
     "git": "its loss skips the positions of an image",
 }
 """Families whose model can't be made tiny, or not trained on tokens alone, with the reason."""
-BATCHES: dict[str, dict[str, Any]] = {}
-"""What models are called with in addition to tokens and labels."""
 
 
 def families() -> dict[str, str]:
@@ -273,7 +271,7 @@ def batch_of(name: str) -> dict[str, Tensor]:
     """
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(3, _VOCABULARY, (SAMPLES, LENGTH), generator=generator)
-    return {"input_ids": tokens, "labels": tokens.clone(), **BATCHES.get(name, {})}
+    return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zoo_results import read_table, write_table
+from zoo_results import read, read_table, write_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,32 +77,22 @@ pipeline needs it where any batch has some, and a pipeline whose images are rows
 """
 
 
-def table(recorded: Iterable[dict[str, Any]], names: Iterable[str] = ()) -> list[dict[str, str]]:
-    """Return a row of text for each family, in the order of their names.
-
-    Args:
-        recorded: The contents of the files.
-        names: All families; those that are not recorded get an empty row.
-    """
-    rows = {name: {"family": name} for name in names}
-    for each in recorded:
-        plain = each["cells"].get(PLAIN, {"state": "", "findings": []})
-        row = {"family": each["name"], PLAIN: _text(plain, each)}
+def table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return a row of text for each family, in the order of their names, from the contents of the files."""
+    rows = []
+    for each in sorted(recorded, key=lambda each: str(each["name"])):
+        plain = each["cells"][PLAIN]
+        row = dict.fromkeys(("family", "policy", *COLUMNS), "")
+        row |= {"family": each["name"], PLAIN: _text(plain, each)}
         if plain["state"] == "ok":
             row |= {"policy": plain["options"]["policy"], **{column: _cell(each, column) for column in COLUMNS}}
-        libraries = (name for name in ("torch", "transformers") if name in each["versions"])
-        row["versions"] = ", ".join(f"{name} {each['versions'][name]}" for name in libraries)
-        rows[each["name"]] = row
-    fields = ("family", "policy", *COLUMNS, PLAIN, "versions")
-    return [{field: rows[name].get(field, "") for field in fields} for name in sorted(rows)]
+        row["versions"] = ", ".join(f"{name} {each['versions'][name]}" for name in ("torch", "transformers"))
+        rows.append(row)
+    return rows
 
 
 def vision_table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return a row of text for each vision-language model, in the order of their names.
-
-    Args:
-        recorded: The contents of the files.
-    """
+    """Return a row of text for each vision-language model, in the order of their names."""
     return [
         {"model": each["name"], **{column: _cell(each, column) for column in VISION_COLUMNS if column in each["cells"]}}
         for each in sorted(recorded, key=lambda each: str(each["name"]))
@@ -131,9 +120,8 @@ def vision_part(rows: list[dict[str, str]]) -> str:
 def page(rows: list[dict[str, str]]) -> str:
     """Return the page of a table: how many cells have which state, and why cells are refused."""
     measured = [row for row in rows if row[PLAIN] == "ok"]
-    unmeasured = [row["family"] for row in rows if not row[PLAIN]]
-    others = [row for row in rows if row not in measured and row[PLAIN]]
-    versions = max((row["versions"] for row in measured), default="")
+    others = [row for row in rows if row[PLAIN] != "ok"]
+    versions = max(row["versions"] for row in measured)
     parts = [_HEAD, f"Measured with {versions}: {len(measured)} families.\n", _totals(measured)]
     policies = Counter(row["policy"] for row in measured)
     counted = [f"{policies[name]} families by {words}" for name, words in _POLICIES.items() if policies[name]]
@@ -146,15 +134,11 @@ def page(rows: list[dict[str, str]]) -> str:
     ]
     if faults:
         parts += ["## Faults\n", "\n".join(faults) + "\n"]
-    reasons = _reasons(measured)
-    if reasons:
-        parts += ["## Why a cell is refused\n", reasons]
+    parts += ["## Why a cell is refused\n", _reasons(measured)]
     if others:
         listed = "\n".join(f"- {row['family']}: {row[PLAIN].partition(': ')[2]}" for row in others)
         parts.append(f"Not measured ({len(others)}), because the tiny model could not be trained in one process:\n")
         parts.append(f"{listed}\n")
-    if unmeasured:
-        parts.append(f"Not measured yet ({len(unmeasured)}): {', '.join(unmeasured)}.\n")
     return "\n".join(parts)
 
 
@@ -168,9 +152,6 @@ def _totals(rows: list[dict[str, str]]) -> str:
         counts = [sum(row[column].partition(":")[0] == state for row in rows) for column in COLUMNS]
         if state in ("exact", "refused", "wrong") or any(counts):
             lines.append(f"| {shown} | {' | '.join(map(str, counts))} |")
-    missing = [sum(not row[column] for row in rows) for column in COLUMNS]
-    if any(missing):
-        lines.append(f"| not measured yet | {' | '.join(map(str, missing))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -182,8 +163,6 @@ def _reasons(rows: list[dict[str, str]]) -> str:
             state, _, text = row[column].partition(": ")
             if state == "refused":
                 found[_kind(text)][column] += 1
-    if not found:
-        return ""
     lines = ["| reason | cells |", "|---|---|"]
     rare = [kind for kind, counts in found.items() if counts.total() < _RARE]
     if len(rare) > 1:
@@ -232,11 +211,8 @@ def main() -> None:
     *results, docs = map(Path, sys.argv[1:])
     path = docs / "tables" / "families.csv"
     if results:
-        from family_models import families
-
-        recorded = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(results[0].glob("*.json"))]
-        write_table(table(recorded, families()), path)
-        of_vision = [json.loads(file.read_text(encoding="utf-8")) for file in (results[0] / "vision").glob("*.json")]
+        families, of_vision = ([*map(read, each.glob("*.json"))] for each in (results[0], results[0] / "vision"))
+        write_table(table(families), path)
         write_table(vision_table(of_vision), path.with_name("vision.csv"))
     (docs / "families.md").write_text(whole_page(docs / "tables"), encoding="utf-8")
 

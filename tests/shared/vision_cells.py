@@ -12,8 +12,8 @@ import torch
 from family_cells import COLUMNS as SPLIT
 from family_cells import cell_of_error, phase
 from vision_models import SAMPLES, build_vision, vision_batch
+from zoo_cells import quiet
 from zoo_results import Cell
-from zoo_training import quiet
 
 from booster_core import Booster
 from booster_ddp import TorchDDPPlugin

@@ -1,8 +1,7 @@
 """Measure a cell of the zoo's matrix: what a plugin does with a model, compared with one process.
 
-A cell has three parts. The first trains under the plugin on two ranks and saves. The second builds the model lazily,
-compares its weights with those of eager construction, loads the checkpoint of one process, and takes a step. The third
-loads the plugin's checkpoint in one process and takes a step.
+The model trains under the plugin on two ranks and is saved; one process loads that, saves it again, and takes a step;
+the plugin loads what that one has saved into a model that is built lazily, and takes the step, too.
 
 A tensor may differ from that of one process by the tolerance of its dtype, or by a few times the rounding error of
 that process, which is its distance to the same training in fp64. Of gradients that is the largest of all steps: in one
@@ -12,42 +11,33 @@ farther from one that computes it whole than four times that step's distance.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
+import warnings
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from model_zoo import MATRIX, ZooModel, get_model
+import torch.distributed as dist
+from cases import Case, Setting, call, train_boosted, train_plainly, zoo_case
+from model_zoo import get_model
 from torch import Tensor, nn
-from zoo_results import COLUMNS, Cell
-from zoo_training import (
-    STEPS,
-    WORLD_SIZE,
-    CellError,
-    Reference,
-    capture,
-    first_line,
-    load_reference,
-    loss_on_ranks,
-    make_optimizer,
-    quiet,
-    take_step,
-    train_plainly,
-    trained,
-)
+from zoo_results import Cell
 
-from booster_core import Booster, DistCoordinator
 from booster_core.errors import ConfigError
 from booster_runtime import LazyInitContext, full_gradient
 from booster_testing import RankError, run_on_ranks
 from booster_testing.compare import largest_difference, tolerance_for
 from booster_testing.rank_pool import RankDiedError, RankTimeoutError
-from booster_testing.training import whole_model
+from booster_testing.training import Trained, whole_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from booster_core import Booster
 
 PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("booster_ddp.TorchDDPPlugin", {}),
@@ -55,56 +45,82 @@ PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero": ("booster_zero.LowLevelZeroPlugin", {"stage": 2, "bucket_bytes": 2**16}),
     "gemini": ("booster_gemini.GeminiPlugin", {"min_chunk_bytes": 2**14}),
     "hybrid": ("booster_hybrid.HybridParallelPlugin", {"tp_size": 2}),
-    "zero-1": ("booster_zero.LowLevelZeroPlugin", {"stage": 1}),
 }
 """Classes and options, such that the small models fill several buckets and chunks."""
 WITHOUT_POLICY = {"zero_stage": 1}
 """The hybrid plugin's options for a model without a tensor parallel policy."""
-_TIMEOUT_SECONDS = 240.0
+WORLD_SIZE = 2
+STEPS = 3
+"""Steps before the checkpoint; one more follows it."""
+_LIMITS = {"timeout_seconds": 240.0, "group_timeout_seconds": 60.0}
 _NO_EFFECT = 1e-6
 """Rounding error of a zero gradient, relative to the model's largest gradient: a few times fp32's 2**-24."""
 _ZERO = 1e-9
 """Largest gradient, in fp64 and relative to the model's largest, of a parameter without effect on the loss."""
 _ROUNDINGS = 4.0
 """Allowed error relative to that of one process: two ranks round as often, but in another order."""
-__all__ = ["COLUMNS", "PLUGINS", "Cell", "measure", "measure_plain"]
 
 
-def measure_plain(name: str, home: Path) -> list[str]:
-    """Train the model in one process, into the folder ``home``; return its error, if any."""
-    home.mkdir(parents=True, exist_ok=True)
-    try:
-        run_on_ranks(train_plainly, 1, name, str(home), timeout_seconds=_TIMEOUT_SECONDS)
-    except (RankError, RankDiedError, RankTimeoutError) as error:
-        return [f"one process: {_first_error(error)}"]
-    return []
-
-
-def measure(name: str, plugin: str, home: Path) -> Cell:
-    """Measure a cell, after `measure_plain` of its model into the same folder."""
-    folder = home / plugin
-    folder.mkdir(exist_ok=True)
-    options = _options(name, plugin)
+def measure(name: str, plugin: str, folder: Path) -> Cell:
+    """Measure a cell, with checkpoints in a folder."""
+    options = PLUGINS[plugin][1]
     findings: list[str] = []
-    refusals: set[str] = set()
-    for part in (_train_and_save, _load_lazily):
-        arguments = (name, plugin, options, str(home), str(folder))
-        _run(part, WORLD_SIZE, arguments, findings, refusals)
-        if refusals:
-            return _refused_or_fault(MATRIX[name], plugin, options, refusals)
-        if part is _train_and_save and not (folder / "after.pt").exists():
-            return Cell(state="fault", options=options, findings=findings)
-    _run(_load_alone, 1, (name, str(home), str(folder)), findings, refusals)
+    first, second = str(folder / "first"), str(folder / "second")
+    try:
+        if plugin == "hybrid" and not _on_ranks(1, _has_policy, name):
+            options = WITHOUT_POLICY
+        gradients, parameters, replicas, state = _on_ranks(WORLD_SIZE, _train, name, plugin, options, first)
+        plain = _plain(name, replicas)
+        for step, found in enumerate(gradients):
+            findings = findings or plain.gradient_findings(found, step)
+        findings = findings or plain.parameter_findings(parameters, 0)
+        for world_size, where, *given in (
+            (1, "one process", None, {}, first, second),
+            (WORLD_SIZE, "a lazy model", plugin, options, second, None),
+        ):
+            start, loaded, gradient, parameters = _on_ranks(world_size, _go_on, name, replicas, *given)
+            findings += [f"{where} begins otherwise: {each}" for each in same_bits(start, plain.start)]
+            findings += [f"loaded by {where}: {each}" for each in same_bits(loaded, state)]
+            later = plain.gradient_findings(gradient, STEPS) or plain.parameter_findings(parameters, 1)
+            findings += [f"loaded by {where}, then {each}" for each in later]
+    except (RankError, RankDiedError, RankTimeoutError) as error:
+        return _cell_of_error(error, get_model(name).refused.get(plugin), options, findings)
     return Cell(state="fault" if findings else "ok", options=options, findings=findings)
 
 
-def _options(name: str, plugin: str) -> dict[str, Any]:
-    """Return the plugin's options for the model."""
-    options = PLUGINS[plugin][1]
-    if plugin != "hybrid":
-        return options
-    (has_policy,) = run_on_ranks(_has_policy, 1, name, timeout_seconds=_TIMEOUT_SECONDS)
-    return options if has_policy else WITHOUT_POLICY
+def _on_ranks(world_size: int, function: Any, *given: Any) -> Any:
+    return run_on_ranks(function, world_size, *given, **_LIMITS)[0]
+
+
+def _cell_of_error(error: Exception, refusal: str | None, options: dict[str, Any], findings: list[str]) -> Cell:
+    """Return a refusal if every rank raised the error of which the zoo has a pattern, and nothing was found before."""
+    raised = [each for each in getattr(error, "exceptions", {}).values() if each is not None]
+    texts = sorted({text_of(each) for each in raised}) or [text_of(error)]
+    is_refusal = refusal is not None and len(raised) == WORLD_SIZE and len(texts) == 1 and not findings
+    state = "refused" if is_refusal and re.search(refusal, texts[0]) else "fault"
+    return Cell(state=state, options=options, findings=[*findings, *texts])
+
+
+def text_of(error: BaseException) -> str:
+    """Return the class and the first line of an error; those of the first of several."""
+    inner = [each for each in getattr(error, "exceptions", {}).values() if each is not None]
+    return text_of(inner[0]) if inner else f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Ignore the warnings of libraries about their own models."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# ---- on ranks
 
 
 def _has_policy(name: str) -> bool:
@@ -119,217 +135,223 @@ def _has_policy(name: str) -> bool:
     return True
 
 
-def _run(part: Any, world_size: int, arguments: tuple[Any, ...], findings: list[str], refusals: set[str]) -> None:
-    """Run a part on ranks; add what it found, or the error that it raised."""
-    try:
-        per_rank = run_on_ranks(
-            part, world_size, *arguments, timeout_seconds=_TIMEOUT_SECONDS, group_timeout_seconds=60.0
-        )
-    except RankError as error:
-        if not error.exceptions:  # threads or groups left behind
-            findings.append(first_line(error))
-            return
-        found = {_first_error(each) for each in error.exceptions.values() if each is not None}
-        if len(error.exceptions) == world_size and len(found) == 1 and part is _train_and_save:
-            refusals |= found
-        findings += sorted(found)
-        if len(error.exceptions) < world_size:
-            findings.append(f"raised on {len(error.exceptions)} of {world_size} ranks")
-    except (RankDiedError, RankTimeoutError) as error:
-        findings.append(f"{part.__name__.strip('_')}: {type(error).__name__}: {first_line(error)}")
-    else:
-        findings += per_rank[0]
+def _case(name: str, steps: int, *, double: bool = False) -> Case:
+    is_double = double or get_model(name).double
+    return zoo_case(name, double=is_double, optimizer=partial(_optimizer, name), steps=steps, max_norm=None)
 
 
-def _first_error(error: BaseException) -> str:
-    """Return the phase, class and first line of an error on ranks."""
-    if isinstance(error, CellError):
-        return f"{error.phase}: {error.kind}: {error.line}"
-    inner = [each for each in getattr(error, "exceptions", {}).values() if each is not None]
-    return _first_error(inner[0]) if inner else f"{type(error).__name__}: {first_line(error)}"
+def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW with an epsilon above most gradients, so that rounding errors of tiny ones stay tiny.
+
+    This tests the plugin, not the conditioning of Adam. It is SGD for sparse gradients, which AdamW refuses.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if get_model(name).sparse_gradients:
+        return torch.optim.SGD(trained, lr=1e-2)
+    return torch.optim.AdamW(trained, lr=1e-3, eps=1e-2, weight_decay=0.0)
 
 
-def _refused_or_fault(zoo: ZooModel, plugin: str, options: dict[str, Any], errors: set[str]) -> Cell:
-    """Return the cell of a model that raised one error on every rank."""
-    (error,) = errors
-    pattern = zoo.refused.get(plugin)
-    state = "refused" if pattern is not None and re.search(pattern, error) else "fault"
-    return Cell(state=state, options=options, findings=[error])
-
-
-def _booster(plugin: str, options: Mapping[str, Any], zoo: ZooModel) -> Booster:
+def _setting(name: str, plugin: str | None, options: Mapping[str, Any]) -> Setting:
+    if plugin is None:
+        return Setting(lambda: None)
     home, _, kind = PLUGINS[plugin][0].rpartition(".")
     # Encoder-decoders and others don't show without a batch how their layers are called.
-    example = {"example_batch": zoo.share(0, 0, 2)} if "tp_size" in options else {}
-    return Booster("cpu", plugin=getattr(importlib.import_module(home), kind)(**options, **example))
+    example = {"example_batch": get_model(name).share(0, 0, 2)} if "tp_size" in options else {}
+    return Setting(getattr(importlib.import_module(home), kind), {**options, **example})
 
 
-def _train_and_save(name: str, plugin: str, options: dict[str, Any], home: str, folder: str) -> list[str]:
-    """Train under the plugin and save; return what differs from one process."""
-    zoo, reference = get_model(name), load_reference(home)
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _filled(gradients: Mapping[str, Tensor | None], model: nn.Module) -> dict[str, Tensor]:
+    """Return dense gradients of the parameters that are trained: a plugin may return zeros where there is none."""
+    found = {}
+    for name, parameter in _trained(model).items():
+        gradient = gradients.get(name)
+        gradient = torch.zeros(parameter.shape, dtype=parameter.dtype) if gradient is None else gradient
+        found[name] = gradient.to_dense() if gradient.is_sparse else gradient
+    return found
+
+
+def _train(
+    name: str, plugin: str, options: dict[str, Any], folder: str
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], int, dict[str, Any]]:
+    """Train under the plugin and save; return gradients, parameters, the number of replicas, and what was saved."""
+    case = _case(name, STEPS)
+
+    def save(booster: Booster, model: Any, optimizer: Any) -> dict[str, Any]:
+        _save(booster, model, optimizer, folder)
+        return saved_state(booster, model)
+
     with quiet():
-        original = zoo.seeded()
-        shapes = {key: parameter.shape for key, parameter in trained(original).items()}
-        booster = _booster(plugin, options, zoo)
-        model, optimizer, *_ = capture("boost", lambda: booster.boost(original, make_optimizer(zoo, original)))
-        start = _whole_with_buffers(booster, model)
-        findings: list[str] = []
-        for step in range(STEPS):
-            gradients = _gradients(booster, zoo, model, optimizer, step, shapes)
-            if not findings:
-                findings += gradient_findings(gradients, reference, step, zoo)
-            _agree(gradients)
-            capture("step", optimizer.step)
-            optimizer.zero_grad()
-        after = _saved_state(booster, model)
-        if not findings:
-            findings += parameter_findings({key: after[key] for key in shapes}, reference, 0, zoo)
-        capture("save", lambda: booster.save_model(model, f"{folder}/model", shard=True))
-        capture("save", lambda: booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=True))
-    if DistCoordinator().is_master():
-        torch.save(start, f"{folder}/start.pt")
-        torch.save(after, f"{folder}/after.pt")
-    return findings
+        found = train_boosted(case, _setting(name, plugin, options), save)
+        net, _ = case.make()
+    gradients = [_filled(each, net) for each in found.trained.gradients]
+    _agree(gradients)
+    return gradients, {each: found.trained.parameters[each] for each in _trained(net)}, found.num_replicas, found.told
 
 
-def _gradients(
-    booster: Booster, zoo: ZooModel, model: nn.Module, optimizer: Any, step: int, shapes: dict[str, torch.Size]
-) -> dict[str, Tensor]:
-    """Run forward and backward of a step; return whole gradients by name."""
-    loss = capture("forward", lambda: loss_on_ranks(booster, zoo, model, step))
-    capture("backward", lambda: booster.backward(loss, optimizer))
-    whole = capture("gradients", lambda: {name: full_gradient(booster, model, name) for name in shapes})
-    # A plugin may return a zero gradient for a parameter without a gradient.
-    found = {name: torch.zeros(shapes[name]) if value is None else value for name, value in whole.items()}
-    return {name: value.to_dense() if value.is_sparse else value for name, value in found.items()}
-
-
-def _agree(gradients: dict[str, Tensor]) -> None:
+def _agree(gradients: list[dict[str, Tensor]]) -> None:
     """Raise if ranks have different gradients."""
-    coordinator = DistCoordinator()
-    sums = [complex(value.to(torch.complex128).sum()) for value in gradients.values()]
-    if coordinator.all_gather_object(sums) != [sums] * coordinator.world_size:
-        phase, line = "gradients", "ranks disagree on gradients"
-        raise CellError(phase, "AssertionError", line)
+    sums = [complex(value.to(torch.complex128).sum()) for step in gradients for value in step.values()]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, sums)
+    assert everyones == [sums] * len(everyones), "ranks disagree on gradients"
 
 
-def _load_lazily(name: str, plugin: str, options: dict[str, Any], home: str, folder: str) -> list[str]:
-    """Boost a model that was built lazily, load the checkpoint of one process, and step; return the differences."""
-    zoo, reference = get_model(name), load_reference(home)
+def _save(booster: Booster, model: Any, optimizer: Any, folder: str) -> None:
+    booster.save_model(model, f"{folder}/model", shard=True)
+    booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=True)
+
+
+def _go_on(
+    name: str, replicas: int, plugin: str | None, options: dict[str, Any], source: str, target: str | None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """Load a checkpoint in new objects, save it again, and step; a model under a plugin is built lazily.
+
+    Returns:
+        The state before the checkpoint was loaded, what was loaded, the gradients of the step, and the parameters.
+    """
+    case = _case(name, STEPS + 1)
+    booster = _setting(name, plugin, options).make_booster()
     with quiet():
-        with LazyInitContext():
-            original = zoo.seeded()
-        shapes = {key: parameter.shape for key, parameter in trained(original).items()}
-        booster = _booster(plugin, options, zoo)
-        model, optimizer, *_ = capture("lazy boost", lambda: booster.boost(original, make_optimizer(zoo, original)))
-        start = _whole_with_buffers(booster, model)
-        eager = torch.load(f"{folder}/start.pt", weights_only=False)
-        findings = [f"lazy: {each}" for each in same_bits(start, eager)]
-        capture("load", lambda: booster.load_model(model, f"{home}/model"))
-        capture("load", lambda: booster.load_optimizer(optimizer, f"{home}/optimizer"))
-        loaded = _saved_state(booster, model)
-        findings += [f"load: {each}" for each in same_bits(loaded, reference.state)]
-        gradients = _gradients(booster, zoo, model, optimizer, STEPS, shapes)
-        capture("step", optimizer.step)
-        after = whole_model(booster, model)
-    later = gradient_findings(gradients, reference, STEPS, zoo)
-    later = later or parameter_findings({key: after[key] for key in shapes}, reference, 1, zoo)
-    return findings + [f"loaded, then {each}" for each in later]
+        with contextlib.nullcontext() if plugin is None else LazyInitContext():
+            net, given = case.make()
+        names = [*_trained(net)]
+        model, optimizer, *_ = booster.boost(net, given)
+        start = {**whole_model(booster, model), **_buffers(model.unwrap())}
+        booster.load_model(model, f"{source}/model")
+        booster.load_optimizer(optimizer, f"{source}/optimizer")
+        loaded = saved_state(booster, model)
+        if target is not None:
+            _save(booster, model, optimizer, target)
+        replica, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+        shares = range(replicas) if plugin is None else [replica]
+        for each in shares:
+            batch = case.batch(STEPS, each)
+            booster.backward(case.loss(call(model, batch), batch) / len(shares), optimizer)
+        gradients = _filled({each: full_gradient(booster, model, each) for each in names}, case.make()[0])
+        optimizer.step()
+        parameters = whole_model(booster, model)
+    return start, loaded, gradients, {each: parameters[each] for each in names}
 
 
-def _load_alone(name: str, home: str, folder: str) -> list[str]:
-    """Load the plugin's checkpoint in one process and step; return the differences."""
-    zoo, reference = get_model(name), load_reference(home)
-    with quiet():
-        original = zoo.seeded()
-        booster = Booster("cpu")
-        model, optimizer, *_ = booster.boost(original, make_optimizer(zoo, original))
-        capture("load on one process", lambda: booster.load_model(model, f"{folder}/model"))
-        capture("load on one process", lambda: booster.load_optimizer(optimizer, f"{folder}/optimizer"))
-        loaded = _saved_state(booster, model)
-        findings = [
-            f"load on one process: {each}"
-            for each in same_bits(loaded, torch.load(f"{folder}/after.pt", weights_only=False))
-        ]
-        gradients = take_step(zoo, model, optimizer, STEPS, booster=booster)
-        after = {key: parameter.detach() for key, parameter in trained(model.unwrap()).items()}
-    later = gradient_findings(gradients, reference, STEPS, zoo)
-    later = later or parameter_findings(after, reference, 1, zoo)
-    return findings + [f"loaded on one process, then {each}" for each in later]
-
-
-def _saved_state(booster: Booster, model: Any) -> dict[str, Any]:
+def saved_state(booster: Booster, model: Any) -> dict[str, Any]:
     """Return what a checkpoint holds: whole parameters and buffers, and the modules' extra states."""
     return {**whole_model(booster, model), **booster.state_adapter(model).extra_state()}
 
 
-def _whole_with_buffers(booster: Booster, model: Any) -> dict[str, Tensor]:
-    """Return parameters and buffers, also those that are not saved."""
-    buffers = {f"buffer {name}": value.detach().clone() for name, value in model.unwrap().named_buffers()}
-    return {**whole_model(booster, model), **buffers}
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers, also those that are not saved."""
+    return {f"buffer {name}": value.detach().clone() for name, value in model.named_buffers()}
+
+
+def _train_alone(name: str, replicas: int) -> Plain:
+    """Train with plain torch on the samples of all replicas, also in fp64 where that works."""
+    with quiet():
+        net, _ = _case(name, 0).make()
+        start = {**{key: parameter.detach() for key, parameter in net.state_dict().items()}, **_buffers(net)}
+        trained, exact = _trainings(name, replicas), None
+        if not get_model(name).double:
+            with contextlib.suppress(
+                RuntimeError, TypeError, ValueError, NotImplementedError
+            ):  # its forward has a dtype
+                exact = _trainings(name, replicas, double=True)
+    return Plain(name, start, trained, exact)
+
+
+def _trainings(name: str, replicas: int, *, double: bool = False) -> tuple[Trained, Trained]:
+    """Return the training up to the checkpoint, and that of one more step."""
+    found = []
+    for steps in (STEPS, STEPS + 1):
+        case = _case(name, steps, double=double)
+        trained, net = train_plainly(case, replicas), case.make()[0]
+        gradients = [_filled(each, net) for each in trained.gradients]
+        found.append(
+            Trained(gradients=gradients, parameters={each: trained.parameters[each] for each in _trained(net)})
+        )
+    return found[0], found[1]
+
+
+@lru_cache(maxsize=2)
+def _plain(name: str, replicas: int) -> Plain:
+    return _on_ranks(1, _train_alone, name, replicas)  # type: ignore[no-any-return]
 
 
 # ---- what differs, as sentences for the page
 
 
-def gradient_findings(ours: dict[str, Tensor], reference: Reference, step: int, zoo: ZooModel) -> list[str]:
-    """Return a sentence for the gradient that differs most from that of one process, if one does."""
-    rounded = list(zip(reference.plain.gradients, reference.exact.gradients, strict=True)) if reference.exact else []
-    return _findings(
-        f"gradient of step {step + 1}", ours, reference.plain.gradients[step], rounded, reference, step, zoo
-    )
+class Plain(NamedTuple):
+    """What one process does.
 
+    Attributes:
+        name: Of the model.
+        start: Its parameters and buffers before the training.
+        trained: The training up to the checkpoint, and that of one more step.
+        exact: The same in fp64; ``None`` for a model that is trained in it anyway, or can't compute in it.
+    """
 
-def parameter_findings(ours: dict[str, Tensor], reference: Reference, last: int, zoo: ZooModel) -> list[str]:
-    """Return a sentence for the parameter that differs most: at the checkpoint (``last=0``) or one step later."""
-    plain = reference.plain.parameters[last]
-    rounded = [(plain, reference.exact.parameters[last])] if reference.exact else []
-    # A step of this optimizer is at most a tenth of the gradient, so the tolerance of gradients holds for steps, too.
-    return _findings(f"after step {STEPS + last}", ours, plain, rounded, reference, STEPS - 1 + last, zoo)
+    name: str
+    start: dict[str, Tensor]
+    trained: tuple[Trained, Trained]
+    exact: tuple[Trained, Trained] | None
 
+    def gradient_findings(self, ours: dict[str, Tensor], step: int) -> list[str]:
+        """Return a sentence for the gradient that differs most from that of one process, if one does."""
+        plain = self.trained[1].gradients
+        rounded = [] if self.exact is None else list(zip(plain, self.exact[1].gradients, strict=True))
+        return self._findings(f"gradient of step {step + 1}", ours, plain[step], rounded, step)
 
-def _findings(
-    what: str,
-    ours: dict[str, Tensor],
-    plain: dict[str, Tensor],
-    rounded: list[tuple[dict[str, Tensor], dict[str, Tensor]]],
-    reference: Reference,
-    step: int,
-    zoo: ZooModel,
-) -> list[str]:
-    """Compare each tensor on its own scale, and those without effect on the loss on the model's scale."""
-    if ours.keys() != plain.keys():
-        return [f"{what}: other names, {', '.join(sorted(ours.keys() ^ plain.keys())[:3])}"]
-    largest = max(float(value.abs().max()) for value in reference.plain.gradients[step].values() if value.numel())
-    without = _without_effect(reference, step, zoo)
-    beyond: dict[str, float] = {}
-    for name, expected in plain.items():
-        if ours[name].shape != expected.shape:
-            return [f"{what}: shape of `{name}` is {tuple(ours[name].shape)}, not {tuple(expected.shape)}"]
-        rounding = max((_difference(one[name], exact[name]) for one, exact in rounded), default=0.0)
-        allowed = max(tolerance_for(reference.dtype).relative, _ROUNDINGS * rounding)
-        difference = _difference(ours[name], expected)
-        if name in without and float((ours[name] - expected).abs().max()) <= _NO_EFFECT * largest:
-            continue
-        if not difference <= allowed:
-            beyond[name] = difference
-    if not beyond:
-        return []
-    worst = max(beyond, key=lambda name: beyond[name])
-    return [f"{what}: `{worst}` differs by {beyond[worst]:.1e} of its largest value ({len(beyond)} of {len(plain)} do)"]
+    def parameter_findings(self, ours: dict[str, Tensor], last: int) -> list[str]:
+        """Return a sentence for the parameter that differs most: at the checkpoint (``last=0``) or one step later."""
+        plain = self.trained[last].parameters
+        rounded = [] if self.exact is None else [(plain, self.exact[last].parameters)]
+        # A step of this optimizer is at most a tenth of the gradient, so the tolerance of gradients holds for it, too.
+        return self._findings(f"after step {STEPS + last}", ours, plain, rounded, STEPS - 1 + last)
 
+    def _findings(
+        self,
+        what: str,
+        ours: dict[str, Tensor],
+        plain: dict[str, Tensor],
+        rounded: list[tuple[dict[str, Tensor], dict[str, Tensor]]],
+        step: int,
+    ) -> list[str]:
+        """Compare each tensor on its own scale, and those without effect on the loss on the model's scale."""
+        if ours.keys() != plain.keys():
+            return [f"{what}: other names, {', '.join(sorted(ours.keys() ^ plain.keys())[:3])}"]
+        gradients = self.trained[1].gradients[step]
+        largest = max(float(value.abs().max()) for value in gradients.values() if value.numel())
+        without = self._without_effect(step)
+        beyond: dict[str, float] = {}
+        for name, expected in plain.items():
+            if ours[name].shape != expected.shape:
+                return [f"{what}: shape of `{name}` is {tuple(ours[name].shape)}, not {tuple(expected.shape)}"]
+            rounding = max((_difference(one[name], exact[name]) for one, exact in rounded), default=0.0)
+            dtype = torch.float64 if get_model(self.name).double else torch.float32
+            allowed = max(tolerance_for(dtype).relative, _ROUNDINGS * rounding)
+            difference = _difference(ours[name], expected)
+            if name in without and float((ours[name] - expected).abs().max()) <= _NO_EFFECT * largest:
+                continue
+            if not difference <= allowed:
+                beyond[name] = difference
+        if not beyond:
+            return []
+        worst = max(beyond, key=lambda name: beyond[name])
+        difference = f"{beyond[worst]:.1e} of its largest value"
+        return [f"{what}: `{worst}` differs by {difference} ({len(beyond)} of {len(plain)} do)"]
 
-def _without_effect(reference: Reference, step: int, zoo: ZooModel) -> set[str]:
-    """Return the names of parameters whose gradients are zero except for rounding."""
-    names = reference.plain.gradients[step].keys()
-    listed = {name for name in names if any(fnmatch(name, pattern) for pattern in zoo.no_effect)}
-    exact = reference.plain.gradients[step] if reference.dtype == torch.float64 else None
-    if reference.exact is not None:
-        exact = reference.exact.gradients[step]
-    if exact is None:
-        return listed
-    largest = {name: float(value.abs().max()) for name, value in exact.items() if value.numel()}
-    return listed | {name for name, value in largest.items() if value <= _ZERO * max(largest.values())}
+    def _without_effect(self, step: int) -> set[str]:
+        """Return the names of parameters whose gradients are zero except for rounding."""
+        gradients, model = self.trained[1].gradients[step], get_model(self.name)
+        listed = {name for name in gradients if any(fnmatch(name, pattern) for pattern in model.no_effect)}
+        if self.exact is not None:
+            gradients = self.exact[1].gradients[step]
+        elif not model.double:
+            return listed
+        largest = {name: float(value.abs().max()) for name, value in gradients.items() if value.numel()}
+        return listed | {name for name, value in largest.items() if value <= _ZERO * max(largest.values())}
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:

@@ -62,14 +62,14 @@ class Cell:
 
 def read_cell(folder: Path, name: str, plugin: str) -> Cell | None:
     """Return a recorded cell; ``None`` if there is none."""
-    found = _read(_file(folder, name)).get("cells", {}).get(plugin)
+    found = read(_file(folder, name)).get("cells", {}).get(plugin)
     return None if found is None else Cell(**found)
 
 
 def write_cell(folder: Path, name: str, plugin: str, cell: Cell) -> None:
     """Record a cell, with the versions of the libraries."""
     file = _file(folder, name)
-    recorded = _read(file)
+    recorded = read(file)
     recorded["name"] = name
     recorded["versions"] = {library: found for library in _LIBRARIES if (found := _version(library))}
     recorded.setdefault("cells", {})[plugin] = cell.to_json()
@@ -79,40 +79,28 @@ def write_cell(folder: Path, name: str, plugin: str, cell: Cell) -> None:
     partial.replace(file)
 
 
-def table(recorded: Iterable[dict[str, Any]], names: Iterable[str] = ()) -> list[dict[str, str]]:
-    """Return a row of text for each model, in the order of their names.
-
-    Args:
-        recorded: The contents of the files.
-        names: All models; those that are not recorded get an empty row.
-    """
-    rows = {name: {"model": name} for name in names}
-    for model in recorded:
-        cells = model["cells"]
-        row = {"model": model["name"], **{column: _text(cells[column]) for column in COLUMNS if column in cells}}
-        if "hybrid" in cells:
-            row["mesh of hybrid"] = "tp" if "tp_size" in cells["hybrid"]["options"] else "dp"
+def table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return a row of text for each model, in the order of their names, from the contents of the files."""
+    rows = []
+    for model in sorted(recorded, key=lambda each: str(each["name"])):
+        row = {"model": model["name"], **{column: _text(model["cells"][column]) for column in COLUMNS}}
+        row["mesh of hybrid"] = "tp" if "tp_size" in model["cells"]["hybrid"]["options"] else "dp"
         libraries = (library for library in _LIBRARIES if library in model["versions"])
         row["versions"] = ", ".join(f"{library} {model['versions'][library]}" for library in libraries)
-        rows[model["name"]] = row
-    fields = ("model", *COLUMNS, "mesh of hybrid", "versions")
-    return [{field: rows[name].get(field, "") for field in fields} for name in sorted(rows)]
+        rows.append(row)
+    return rows
 
 
 def page(rows: list[dict[str, str]]) -> str:
     """Return the page of a table: how many cells have which state, faults, and why cells are refused."""
-    measured = [row for row in rows if row["versions"]]
-    rest = [row["model"] for row in rows if not row["versions"]]
-    cells = [(row["model"], column, row[column]) for row in measured for column in COLUMNS if row[column]]
+    cells = [(row["model"], column, row[column]) for row in rows for column in COLUMNS]
     states = [text.partition(":")[0] for _, _, text in cells]
     counted = ", ".join(f"{states.count(state)} {state}" for state in ("ok", "refused", "fault"))
-    missing = len(measured) * len(COLUMNS) - len(cells)
-    counted += f", {missing} not measured" if missing else ""
-    versions = max((row["versions"] for row in measured), default="")
-    meshes = [row["mesh of hybrid"] for row in measured]
+    versions = max(row["versions"] for row in rows)
+    meshes = [row["mesh of hybrid"] for row in rows]
     parts = [
         _HEAD,
-        f"Measured with {versions}: {len(measured)} models, {len(cells)} cells: {counted}.\n",
+        f"Measured with {versions}: {len(rows)} models, {len(cells)} cells: {counted}.\n",
         f"Under hybrid, {meshes.count('tp')} models have `tp_size=2`.\n",
     ]
     faults = [f"- {model}, {column}: {text}" for model, column, text in cells if text.startswith("fault")]
@@ -130,8 +118,6 @@ def page(rows: list[dict[str, str]]) -> str:
                 alike[", ".join(columns)].append(model)
             lines += [f"| {', '.join(names)} | {columns} | {reason} |" for columns, names in alike.items()]
         parts += ["## What is refused\n", "\n".join(lines) + "\n"]
-    if rest:
-        parts.append(f"Not measured yet ({len(rest)}): {', '.join(rest)}.\n")
     return "\n".join(parts)
 
 
@@ -171,7 +157,8 @@ def _file(folder: Path, name: str) -> Path:
     return folder / f"{name.replace('/', '.')}.json"
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> dict[str, Any]:
+    """Return the content of a file; nothing where it is not there."""
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return found
 
@@ -187,9 +174,7 @@ def main() -> None:
     *results, docs = map(Path, sys.argv[1:])
     path = docs / "tables" / "compatibility.csv"
     if results:
-        from model_zoo import MATRIX
-
-        write_table(table([_read(file) for file in sorted(results[0].glob("*.json"))], MATRIX), path)
+        write_table(table(map(read, results[0].glob("*.json"))), path)
     (docs / "compatibility.md").write_text(page(read_table(path)), encoding="utf-8")
 
 

@@ -27,7 +27,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=7.5, help="what has not begun by then is left out")
     parser.add_argument("--side-by-side", type=int, default=max((os.cpu_count() or 1) // 2, 4), help="ranks at a time")
     parser.add_argument("--simulated", metavar="LIBRARY", default="", help="run on the simulated accelerator instead")
-    parser.add_argument("--staged", action="store_true", help="several ranks talk over the staged backend in any case")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     asked = parser.parse_args()
     chosen = _named(asked.names)
@@ -35,9 +34,9 @@ def main() -> int:
         print("\n".join(case.name for case in chosen))
         return 0
     if asked.simulated:
-        machine = runner.Machine("simulated", 1, asked.simulated, asked.side_by_side, asked.staged)
+        machine = runner.Machine("simulated", 1, asked.simulated, asked.side_by_side)
     elif torch.cuda.is_available():
-        machine = runner.Machine("cuda", torch.cuda.device_count(), "", asked.side_by_side, asked.staged)
+        machine = runner.Machine("cuda", torch.cuda.device_count(), "", asked.side_by_side)
     else:
         print("no GPU: nothing measured")
         return 0

@@ -139,7 +139,7 @@ class Case:
 
 MODULES = (
     *("waits", "communicators", "streams", "offload", "saves", "faults", "precision", "features"),
-    *("sanitizer", "memory", "commands", "two_ranks", "training"),
+    *("memory", "commands", "two_ranks", "training"),
 )
 """Where the cases are, in the order in which they run."""
 

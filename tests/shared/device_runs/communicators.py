@@ -95,17 +95,6 @@ def wait_on_another_stream(setting: Setting) -> None:
         _assert_equal(seen, torch.full_like(seen, 2.0 * (number + 1)), f"reduce_scatter {number}")
 
 
-def make_groups(setting: Setting) -> None:
-    """Groups are made and ended again and again, each with a communicator."""
-    for number in range(8):
-        group = dist.new_group([0])
-        values = torch.full((8,), float(number), device=setting.device)
-        dist.all_reduce(values, dist.ReduceOp.SUM, group=group, async_op=True).wait()
-        _assert_equal(values, torch.full_like(values, float(number)), f"all_reduce in group {number}")
-        if setting.is_real:
-            dist.destroy_process_group(group)
-
-
 def check_priority(setting: Setting) -> None:
     """Collectives run before the kernels of computation that are queued."""
     for group in (dist.group.WORLD, new_groups([[0]])):
@@ -135,7 +124,6 @@ CASES = [
             Part("gather, exchange, broadcast", move),
             Part("reduce", reduce),
             Part("wait on another stream", wait_on_another_stream),
-            Part("new groups", make_groups),
             Part("priority", check_priority, only_on="cuda"),
         ],
     )

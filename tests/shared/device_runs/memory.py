@@ -25,14 +25,9 @@ STEPS = 3
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
     "110M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
-    "110M, little batch": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    },
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
 }
+SIZES["110M, little batch"] = SIZES["110M"]
 BATCH = {"tiny": (2, 32), "110M": (4, 1024), "110M, little batch": (1, 64), "1B": (4, 1024)}
 """With a little one, the optimizer makes the peak."""
 

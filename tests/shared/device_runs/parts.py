@@ -51,7 +51,7 @@ def run_parts(setting: Setting, *, parts: Sequence[Part]) -> list[Figure]:
             absences.append(f"{part.name}: needs a {part.only_on} device")
             continue
         folder = setting.folder / str(number)
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         started = time.monotonic()
         try:
             figures += part.function(replace(setting, folder=folder), **part.options) or ()

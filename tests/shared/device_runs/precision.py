@@ -126,6 +126,13 @@ CASES = [
         if name != "gemini, offload"
     ),
     case_of(
+        "formats: gemini, offload",
+        [
+            Part(f"curve of plain torch, {each}", follow_plain_torch, under("gemini, offload", precision=each))
+            for each in FORMATS
+        ],
+    ),
+    case_of(
         "fp8",
         [Part(name, train_in_8_bits, under(name), only_on="cuda") for name in ("ddp", "fsdp", "zero 2", "gemini")],
     ),

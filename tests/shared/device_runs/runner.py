@@ -36,21 +36,19 @@ class Machine:
         num_devices: How many of them.
         library: The simulated accelerator's library; empty for CUDA.
         side_by_side: How many ranks run at a time, of cases that are not timed.
-        is_staged: Several ranks talk over the staged backend even where they need not.
     """
 
     device: str
     num_devices: int
     library: str = ""
     side_by_side: int = 8
-    is_staged: bool = False
 
     def backend_of(self, case: Case) -> str:
         """Return the backend of a case's process group.
 
         NCCL refuses two ranks on one device, so ranks that share one talk over the staged backend.
         """
-        if case.ranks > 1 and (self.is_staged or (case.ranks > self.num_devices and not self.library)):
+        if case.ranks > self.num_devices:
             return f"cpu:gloo,{self.device}:staged"
         return "cpu:gloo,simulated:simccl" if self.library else "cpu:gloo,cuda:nccl"
 

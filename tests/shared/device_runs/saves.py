@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -9,11 +10,11 @@ from unittest import mock
 import torch
 
 from booster_checkpoint.load import fill
-from booster_runtime.memory import CopyStream
 from device_runs.parts import Part, case_of
 from device_runs.small import Run, assert_same_bits, spin, tokens_of, under
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -47,7 +48,8 @@ def save_while_training(setting: Setting, *, plugin: str, options: dict[str, Any
     assert [float(other.step(number)) for number in (2, 3)] == [float(third.step(number)) for number in (2, 3)]
 
 
-def _refusing_waits_of_other_threads(waits: list[str]) -> Any:
+@contextlib.contextmanager
+def _refusing_waits_of_other_threads(waits: list[str]) -> Iterator[None]:
     """Note where a thread other than the main one waits for a whole device, which is its current one: the first."""
 
     def watch(name: str, function: Any) -> Any:
@@ -58,19 +60,11 @@ def _refusing_waits_of_other_threads(waits: list[str]) -> Any:
 
         return call
 
-    stack = mock.patch.multiple(
-        torch.accelerator, synchronize=watch("torch.accelerator.synchronize", torch.accelerator.synchronize)
-    )
-    if not torch.cuda.is_available():
-        return stack
-    import contextlib
-
-    both = contextlib.ExitStack()
-    both.enter_context(stack)
-    both.enter_context(
-        mock.patch.object(torch.cuda, "synchronize", watch("torch.cuda.synchronize", torch.cuda.synchronize))
-    )
-    return both
+    with contextlib.ExitStack() as stack:
+        for module in (torch.accelerator, torch.cuda):
+            name = f"{module.__name__}.synchronize"
+            stack.enter_context(mock.patch.object(module, "synchronize", watch(name, module.synchronize)))
+        yield
 
 
 def load_in_a_stream(setting: Setting, *, plugin: str, options: dict[str, Any], num_threads: int) -> None:
@@ -120,23 +114,6 @@ def save_in_a_stream(setting: Setting, *, use_async: bool) -> None:
     assert_same_bits(found, changed, "what was saved in a stream")
 
 
-def copy_after_a_stream(setting: Setting) -> None:
-    """Copy streams that a save of the host's state uses come after what the current stream has written."""
-    copy_stream = CopyStream(torch.device(setting.device))
-    values = torch.zeros(1 << 20, device=setting.device)
-    host = torch.empty(1 << 20, pin_memory=True)
-    stream = setting.module.Stream()
-    stream.wait_stream(setting.module.current_stream())
-    with setting.module.stream(stream):
-        spin(setting, 0.02)
-        values.fill_(3.0)
-        with copy_stream.after_compute():
-            host.copy_(values, non_blocking=True)
-        copy_stream.synchronize()
-    setting.module.current_stream().wait_stream(stream)
-    assert host.unique().tolist() == [3.0]
-
-
 def _read(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
@@ -166,7 +143,6 @@ CASES = [
                 Part(f"save{', async' if use_async else ''}", save_in_a_stream, {"use_async": use_async})
                 for use_async in (False, True)
             ),
-            Part("copy", copy_after_a_stream),
         ],
     ),
 ]

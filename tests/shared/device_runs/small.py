@@ -202,7 +202,8 @@ def train_plainly(
 
 def repeat_bits() -> None:
     """Let a device multiply matrices in the same order each time; called before its first product."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if torch.cuda.is_available():
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
 def spin(setting: Setting, seconds: float = 1e-3) -> None:

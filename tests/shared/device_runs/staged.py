@@ -7,7 +7,7 @@ one copies to pinned memory on a stream of its own, lets gloo send it on a threa
   What waits for a rank that has not sent yet holds up all that the group starts after it.
 - ``Work.wait`` lets the current stream wait, not the host: on CUDA the group's stream waits for a word of pinned
   memory, which the thread writes. Where streams can't do that, the host waits.
-- Sums are computed in the dtype that is sent, rounded after each addition, in the order of a ring.
+- Sums are computed in the dtype that is sent, rounded after each addition, in the order of ranks.
 - An error of the thread lets the stream go on, with unknown values, and is raised by the next wait or call.
 
 A group written in Python stands for all devices of a process group, so this one passes tensors of the CPU on to gloo:
@@ -23,9 +23,9 @@ import queue
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import pairwise
+from functools import cache, cached_property, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,14 +35,12 @@ from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from datetime import timedelta
 
     from torch import Tensor
 
 NAME = "staged"
-_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8}
-_DTYPES |= {torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2}
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _POLL_SECONDS = 1e-4
 _SLAB_BYTES = 1 << 26
@@ -151,6 +149,26 @@ class Rooms:
         return block
 
 
+_Parting = Callable[[list["Tensor"], int], dict[int, "Tensor"]]
+"""Returns what goes to each rank, or comes from it, of tensors on the host and for a number of ranks."""
+
+
+def _to_all(tensors: list[Tensor], size: int) -> dict[int, Tensor]:
+    return dict.fromkeys(range(size), tensors[0])
+
+
+def _each(tensors: list[Tensor], _: int) -> dict[int, Tensor]:
+    return dict(enumerate(tensors))
+
+
+def _equal_parts(tensors: list[Tensor], size: int) -> dict[int, Tensor]:
+    return dict(enumerate(tensors[0].split([tensors[0].numel() // size] * size)))
+
+
+def _with(peer: int) -> _Parting:
+    return lambda tensors, _: {peer: tensors[0]}
+
+
 @dataclass(eq=False)
 class _Part:
     """What is read from the device, what is sent, and what is written to it.
@@ -159,15 +177,19 @@ class _Part:
         name: For errors.
         reads: Flat tensors that are copied to the host.
         writes: Flat tensors that are copied back.
-        start: Starts messages, given what was read and what will be written, both on the host.
-        finish: Computes what is written, after all messages that were started have arrived; may send on its own.
+        tag: What the messages carry.
+        sent: Parts what was read.
+        received: Parts what will be written.
+        op: By which what comes from all ranks is reduced, in place of ``received``.
     """
 
     name: str
     reads: Sequence[Tensor]
     writes: Sequence[Tensor]
-    start: Callable[[list[Tensor], list[Tensor]], Sequence[Any]]
-    finish: Callable[[list[Tensor], list[Tensor]], None] | None = None
+    tag: int
+    sent: _Parting | None
+    received: _Parting | None
+    op: Any
     read: list[Tensor] = field(default_factory=list)
     written: list[Tensor] = field(default_factory=list)
 
@@ -226,27 +248,13 @@ class StagedWork(dist.Work):
         operation.release()
         return True
 
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """As `wait`."""
-        self.wait()
+    synchronize = block_current_stream = wait
 
     def is_completed(self) -> bool:
         """Whether the results are on the device, or never will be."""
         return self._operation.is_done.is_set() and (
             self._operation.error is not None or self._operation.finished.query()
         )
-
-    def is_success(self) -> bool:
-        """Whether the results are on the device."""
-        return self.is_completed() and self._operation.error is None
-
-    def exception(self) -> Exception | None:
-        """Return the error of the thread."""
-        return self._operation.error
 
     def result(self) -> list[Tensor]:
         """Return the tensors that are written; the current stream must have waited."""
@@ -273,6 +281,34 @@ class _DeviceBackend:
 
     def name(self) -> str:
         return NAME
+
+
+def _by_gloo(name: str) -> Callable[..., Any]:
+    """Return a method that gloo's of another name does, for tensors of the CPU."""
+
+    def call(self: StagedGroup, *arguments: Any) -> Any:
+        return getattr(self.cpu, name)(*(each for each in arguments if each is not None))
+
+    return call
+
+
+_OF_GLOO = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
+_OF_GLOO["all_to_all_single"] = "alltoall_base"
+"""Names of methods that torch's gloo has under the names before torch 2.12."""
+
+
+def _or_gloo(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let gloo do what a method is called to with tensors of the CPU."""
+    on_cpu = _by_gloo(_OF_GLOO.get(method.__name__, method.__name__))
+
+    @wraps(method)
+    def call(self: StagedGroup, first: Any, *arguments: Any) -> Any:
+        tensor = first
+        while not isinstance(tensor, torch.Tensor):
+            tensor = tensor[0]
+        return (on_cpu if tensor.device.type == "cpu" else method)(self, first, *arguments)
+
+    return call
 
 
 def _own_stream(device: torch.device) -> Any:
@@ -306,7 +342,6 @@ class StagedGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.cpu)
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("staged/", store), rank, size, timeout=timeout)
         self._rank, self._size, self._seconds = rank, size, timeout.total_seconds()
-        self._others = [peer for peer in range(size) if peer != rank]
         self.module: Any = torch.get_device_module(device)
         self.device = torch.device(device, self.module.current_device())
         self._of_device = _DeviceBackend(self, timeout)
@@ -316,7 +351,7 @@ class StagedGroup(dist.ProcessGroup):
         self._rooms = _rooms(device)
         self._lock = threading.RLock()
         self._num_started = 0
-        self._num_messages: dict[tuple[int, int], int] = {}
+        self._num_started_of: dict[str, int] = {}
         self._batch: list[_Part] | None = None
         self._pending: list[_Operation] = []
         self._error: Exception | None = None
@@ -343,15 +378,6 @@ class StagedGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         return super()._get_backend(device) if torch.device(device).type == "cpu" else self._of_device
-
-    def split_group(self, *_: Any, **__: Any) -> Any:
-        """Refuse: NCCL splits a communicator.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        msg = "staged: a group can't be split; use `torch.distributed.new_group`"
-        raise RuntimeError(msg)
 
     def shutdown(self) -> None:
         """End the thread, after what was started.
@@ -380,306 +406,108 @@ class StagedGroup(dist.ProcessGroup):
 
     # ---- collectives
 
+    @_or_gloo
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """Send the root's tensor to all."""
-        if _on_cpu(tensors):
-            return self.cpu.broadcast(tensors, opts)
         tensor, root = self._one(tensors), opts.rootRank
-        tag = self._tag("broadcast", tensor, root)
         if self._rank == root:
-            part = _Part("broadcast", [tensor], [], lambda read, _: self._put_to_all(read[0], tag))
-        else:
-            part = _Part("broadcast", [], [tensor], lambda _, written: self._take({root: written[0]}, tag))
-        return self._start([part])
+            return self._collect(f"broadcast from {root}", [tensor], [], sent=_to_all)
+        return self._collect(f"broadcast from {root}", [], [tensor], received=_with(root))
 
+    @_or_gloo
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduce in place, on all ranks."""
-        opts = dist.AllreduceOptions() if opts is None else opts
-        if _on_cpu(tensors):
-            return self.cpu.allreduce(tensors, opts)
-        return self._start([self._all_reduce_part(self._one(tensors), opts.reduceOp)])
+        tensor = self._one(tensors)
+        return self._collect("all_reduce", [tensor], [tensor], sent=_to_all, op=_op_of(opts))
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
-        """Reduce several tensors in place."""
-        if _on_cpu(tensors):
-            return self.cpu.allreduce_coalesced(tensors, opts)
-        return self._start([self._all_reduce_part(self._flat(tensor), opts.reduceOp) for tensor in tensors])
-
+    @_or_gloo
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce into the root's tensor."""
-        if _on_cpu(tensors):
-            return self.cpu.reduce(tensors, opts)
         tensor, root = self._one(tensors), opts.rootRank
-        tag = self._tag("reduce", tensor, root)
-        if self._rank != root:
-            return self._start([_Part("reduce", [tensor], [], lambda read, _: self._put({root: read[0]}, tag))])
-        terms: dict[int, Tensor] = {}
+        if self._rank == root:
+            return self._collect(f"reduce to {root}", [tensor], [tensor], sent=_with(root), op=_op_of(opts))
+        return self._collect(f"reduce to {root}", [tensor], [], sent=_with(root))
 
-        def start(read: list[Tensor], _: list[Tensor]) -> Sequence[Any]:
-            terms.update({peer: torch.empty_like(read[0]) for peer in self._others})
-            return self._take(terms, tag)
-
-        def finish(read: list[Tensor], written: list[Tensor]) -> None:
-            written[0].copy_(self._around_ring({**terms, root: read[0]}, opts.reduceOp, root))
-
-        return self._start([_Part("reduce", [tensor], [tensor], start, finish)])
-
+    @_or_gloo
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Gather a tensor of each rank, which may differ in size."""
-        if _on_cpu(inputs):
-            return self.cpu.allgather(outputs, inputs, dist.AllgatherOptions() if opts is None else opts)
-        own, parts = self._one(inputs), [self._flat(output) for output in outputs[0]]
-        tag = self._tag("all_gather", None)
+        del opts
+        parts = [self._flat(output) for output in outputs[0]]
+        return self._collect("all_gather", [self._one(inputs)], parts, sent=_to_all, received=_each)
 
-        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
-            return self._exchange(dict.fromkeys(range(self._size), read[0]), dict(enumerate(written)), tag)
-
-        return self._start([_Part("all_gather", [own], parts, start)])
-
+    @_or_gloo
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Any:
         """Gather equal parts into one tensor."""
-        if _on_cpu([own]):
-            return self.cpu._allgather_base(output, own, dist.AllgatherOptions() if opts is None else opts)
-        return self._start([self._all_gather_part(output, own)])
+        del opts
+        return self._collect("all_gather", [self._flat(own)], [self._flat(output)], sent=_to_all, received=_equal_parts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Gather equal parts into one tensor each."""
-        if _on_cpu(inputs):
-            return _last(self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
-        return self._start([self._all_gather_part(*pair) for pair in zip(outputs, inputs, strict=True)])
-
+    @_or_gloo
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         """Reduce a list of tensors, which may differ in size, and keep this rank's."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
-        if _on_cpu(outputs):
-            return self.cpu.reduce_scatter(outputs, inputs, opts)
-        output, parts = self._one(outputs), [self._flat(part) for part in inputs[0]]
-        return self._start([self._reduce_scatter_part(output, parts, opts.reduceOp)])
+        parts = [self._flat(part) for part in inputs[0]]
+        return self._collect("reduce_scatter", parts, [self._one(outputs)], sent=_each, op=_op_of(opts))
 
+    @_or_gloo
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
         """Reduce a tensor and keep this rank's equal part."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
-        if _on_cpu([output]):
-            return self.cpu._reduce_scatter_base(output, whole, opts)
-        return self._start([self._reduce_scatter_part(self._flat(output), [self._flat(whole)], opts.reduceOp)])
+        reads, writes = [self._flat(whole)], [self._flat(output)]
+        return self._collect("reduce_scatter", reads, writes, sent=_equal_parts, op=_op_of(opts))
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Reduce several tensors and keep this rank's equal part of each."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
-        if _on_cpu(outputs):
-            return _last(self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
-        return self._start(
-            [
-                self._reduce_scatter_part(self._flat(output), [self._flat(whole)], opts.reduceOp)
-                for output, whole in zip(outputs, inputs, strict=True)
-            ]
-        )
-
+    @_or_gloo
     def all_to_all_single(
         self, output: Tensor, own: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Any:
         """Send rows of a tensor to each rank."""
-        if _on_cpu([own]):
-            opts = dist.AllToAllOptions() if opts is None else opts
-            return self.cpu.alltoall_base(output, own, output_splits, input_splits, opts)
-        sizes = [self._split_sizes(each, splits) for each, splits in ((own, input_splits), (output, output_splits))]
-        tag = self._tag("all_to_all", None)
+        del opts
+        sent, received = self._rows(own, input_splits), self._rows(output, output_splits)
+        return self._collect("all_to_all", [self._flat(own)], [self._flat(output)], sent=sent, received=received)
 
-        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
-            sent, received = read[0].split(sizes[0]), written[0].split(sizes[1])
-            return self._exchange(dict(enumerate(sent)), dict(enumerate(received)), tag)
-
-        return self._start([_Part("all_to_all", [self._flat(own)], [self._flat(output)], start)])
-
+    @_or_gloo
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Send a tensor to each rank."""
-        if _on_cpu(inputs):
-            return self.cpu.alltoall(outputs, inputs, dist.AllToAllOptions() if opts is None else opts)
-        tag = self._tag("all_to_all", None)
-
-        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
-            return self._exchange(dict(enumerate(read)), dict(enumerate(written)), tag)
-
+        del opts
         reads, writes = ([self._flat(each) for each in tensors] for tensors in (inputs, outputs))
-        return self._start([_Part("all_to_all", reads, writes, start)])
+        return self._collect("all_to_all", reads, writes, sent=_each, received=_each)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
-        """Gather a tensor of each rank on the root."""
-        if _on_cpu(inputs):
-            return self.cpu.gather(outputs, inputs, opts)
-        root, own = opts.rootRank, self._one(inputs)
-        tag = self._tag("gather", None, root)
-        parts = [self._flat(each) for each in outputs[0]] if self._rank == root else []
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Reduce several tensors in place."""
+        return _last(self.allreduce([tensor], opts) for tensor in tensors)
 
-        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
-            return self._exchange({root: read[0]}, dict(enumerate(written)), tag)
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Gather equal parts into one tensor each."""
+        return _last(self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
 
-        return self._start([_Part("gather", [own], parts, start)])
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Reduce several tensors and keep this rank's equal part of each."""
+        return _last(self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        """Send one of the root's tensors to each rank."""
-        if _on_cpu(outputs):
-            return self.cpu.scatter(outputs, inputs, opts)
-        root, own = opts.rootRank, self._one(outputs)
-        tag = self._tag("scatter", None, root)
-        parts = [self._flat(each) for each in inputs[0]] if self._rank == root else []
-
-        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
-            return self._exchange(dict(enumerate(read)), {root: written[0]}, tag)
-
-        return self._start([_Part("scatter", parts, [own], start)])
-
+    @_or_gloo
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         """Send a tensor; the order of messages decides which one is received, as with NCCL, and not the tag."""
-        if _on_cpu(tensors):
-            return self.cpu.send(tensors, peer, tag)
-        tensor, number = self._one(tensors), self._message_tag(tensors[0], self._rank, peer)
-        part = _Part(f"send to {peer}", [tensor], [], lambda read, _: self._put({peer: read[0]}, number))
-        return self._start([part])
+        del tag
+        return self._collect(f"message {self._rank} to {peer}", [self._one(tensors)], [], sent=_with(peer))
 
+    @_or_gloo
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         """Receive a tensor."""
-        if _on_cpu(tensors):
-            return self.cpu.recv(tensors, peer, tag)
-        tensor, number = self._one(tensors), self._message_tag(tensors[0], peer, self._rank)
-        part = _Part(f"receive from {peer}", [], [tensor], lambda _, written: self._take({peer: written[0]}, number))
-        return self._start([part])
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        """Refuse: NCCL can't.
-
-        Raises:
-            RuntimeError: For a tensor of the device.
-        """
-        if _on_cpu(tensors):
-            return self.cpu.recv_anysource(tensors, tag)
-        msg = "staged, as NCCL, does not support receiving from any rank"
-        raise RuntimeError(msg)
+        del tag
+        return self._collect(f"message {peer} to {self._rank}", [], [self._one(tensors)], received=_with(peer))
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks; the host too."""
         opts = dist.BarrierOptions() if opts is None else opts
         if opts.device is None or opts.device.type == "cpu":
             return self.cpu.barrier(opts)
-        tag = self._tag("barrier", None)
-        none = torch.zeros(1, dtype=torch.uint8)
+        none = [torch.zeros(1, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return self._collect("barrier", none[:1], none[1:], sent=_to_all, op=dist.ReduceOp.SUM, blocks_host=True)
 
-        def start(_: list[Tensor], __: list[Tensor]) -> Sequence[Any]:
-            received = {peer: torch.empty_like(none) for peer in self._others}
-            return self._exchange(dict.fromkeys(self._others, none), received, tag)
-
-        return self._start([_Part("barrier", [], [], start)], blocks_host=True)
-
+    gather, scatter, recv_anysource = _by_gloo("gather"), _by_gloo("scatter"), _by_gloo("recv_anysource")
     # The names before torch 2.12, by which torch calls overrides as well.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-    # ---- parts
-
-    def _all_reduce_part(self, tensor: Tensor, op: Any) -> _Part:
-        """Each rank reduces a slice, in the order of a ring, and sends it to all."""
-        tags = [self._tag(f"all_reduce {phase} {_kind(op)}", tensor) for phase in range(2)]
-        bounds = [tensor.numel() * rank // self._size for rank in range(self._size + 1)]
-        sizes = [end - begin for begin, end in pairwise(bounds)]
-        terms: dict[int, Tensor] = {}
-
-        def start(read: list[Tensor], _: list[Tensor]) -> Sequence[Any]:
-            slices = read[0].split(sizes)
-            terms.update({peer: torch.empty_like(slices[self._rank]) for peer in range(self._size)})
-            return self._exchange(dict(enumerate(slices)), terms, tags[0])
-
-        def finish(_: list[Tensor], written: list[Tensor]) -> None:
-            own = self._around_ring(terms, op, self._rank)
-            received = dict(enumerate(written[0].split(sizes)))
-            self._arrive(self._exchange(dict.fromkeys(range(self._size), own), received, tags[1]))
-
-        return _Part("all_reduce", [tensor], [tensor], start, finish)
-
-    def _all_gather_part(self, output: Tensor, own: Tensor) -> _Part:
-        if output.numel() != own.numel() * self._size or output.dtype != own.dtype:
-            msg = (
-                "staged: output tensor size must be equal to world_size times input tensor size; got "
-                f"{output.numel()} {output.dtype} and {own.numel()} {own.dtype}"
-            )
-            raise ValueError(msg)
-        tag = self._tag("all_gather", own)
-
-        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
-            received = written[0].split([read[0].numel()] * self._size)
-            return self._exchange(dict.fromkeys(range(self._size), read[0]), dict(enumerate(received)), tag)
-
-        return _Part("all_gather", [self._flat(own)], [self._flat(output)], start)
-
-    def _reduce_scatter_part(self, output: Tensor, parts: list[Tensor], op: Any) -> _Part:
-        numel = sum(part.numel() for part in parts)
-        is_even = len(parts) == 1
-        if parts[0].dtype != output.dtype or (is_even and numel != output.numel() * self._size):
-            msg = (
-                "staged: input tensor must be the same size as output size times world size; got "
-                f"{numel} {parts[0].dtype} and {output.numel()} {output.dtype}"
-            )
-            raise ValueError(msg)
-        tag = self._tag(f"reduce_scatter {_kind(op)}", None)
-        terms: dict[int, Tensor] = {}
-
-        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
-            sent = read[0].split([output_numel] * self._size) if is_even else read
-            terms.update({peer: torch.empty_like(written[0]) for peer in range(self._size)})
-            return self._exchange(dict(enumerate(sent)), terms, tag)
-
-        def finish(_: list[Tensor], written: list[Tensor]) -> None:
-            written[0].copy_(self._around_ring(terms, op, self._rank))
-
-        output_numel = output.numel()
-        return _Part("reduce_scatter", parts, [output], start, finish)
-
-    def _around_ring(self, terms: Mapping[int, Tensor], op: Any, last: int) -> Tensor:
-        """Reduce in the order in which a ring does whose last rank is ``last``."""
-        order = [(last + 1 + step) % self._size for step in range(self._size)]
-        total = self._scaled(terms[order[0]], op)
-        for rank in order[1:]:
-            total = _combined(total, self._scaled(terms[rank], op), op)
-        if _kind(op) == dist.ReduceOp.AVG and not total.is_floating_point():
-            total = torch.div(total, self._size, rounding_mode="trunc")
-        return total
-
-    def _scaled(self, term: Tensor, op: Any) -> Tensor:
-        if _kind(op) == dist.ReduceOp.AVG and term.is_floating_point():
-            return term * (1.0 / self._size)
-        if _kind(op) == dist.ReduceOp.PREMUL_SUM:
-            return term * op.__getstate__()[1]
-        return term
-
-    # ---- messages, by the thread
-
-    def _put(self, sent: Mapping[int, Tensor], tag: int) -> list[Any]:
-        return [
-            self._gloo.send([tensor.view(torch.uint8)], peer, tag)
-            for peer, tensor in sent.items()
-            if peer != self._rank and tensor.numel()
-        ]
-
-    def _put_to_all(self, tensor: Tensor, tag: int) -> list[Any]:
-        return self._put(dict.fromkeys(self._others, tensor), tag)
-
-    def _take(self, received: Mapping[int, Tensor], tag: int) -> list[Any]:
-        return [
-            self._gloo.recv([tensor.view(torch.uint8)], peer, tag)
-            for peer, tensor in received.items()
-            if peer != self._rank and tensor.numel()
-        ]
-
-    def _exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> list[Any]:
-        if self._rank in sent and self._rank in received:
-            received[self._rank].copy_(sent[self._rank])
-        return self._put(sent, tag) + self._take(received, tag)
-
-    def _arrive(self, messages: Sequence[Any]) -> None:
-        for message in messages:
-            message.wait()
 
     # ---- starting, by the caller
 
@@ -694,9 +522,6 @@ class StagedGroup(dist.ProcessGroup):
         if tensor.device.type != self.device.type:
             msg = f"staged takes tensors of {self.device.type}, or all of the CPU; got one of {tensor.device}"
             raise ValueError(msg)
-        if tensor.dtype not in _DTYPES:
-            msg = f"staged, as NCCL, has no data type for {tensor.dtype}"
-            raise ValueError(msg)
         formats = {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.dim(), [])
         if not any(tensor.is_contiguous(memory_format=each) for each in [torch.contiguous_format, *formats]):
             msg = f"staged takes contiguous tensors; got strides {tensor.stride()} of shape {tuple(tensor.shape)}"
@@ -704,34 +529,33 @@ class StagedGroup(dist.ProcessGroup):
         with _plainly():
             return tensor.data.as_strided((tensor.numel(),), (1,))
 
-    def _split_sizes(self, tensor: Tensor, splits: list[int]) -> list[int]:
+    def _rows(self, tensor: Tensor, splits: list[int]) -> _Parting:
+        """Part a tensor by rows, alike where nothing else is said."""
         rows = tensor.shape[0] if tensor.dim() else 1
-        splits = list(splits) or [rows // self._size] * self._size
-        if sum(splits) != rows or len(splits) != self._size:
-            msg = f"staged: a tensor of {rows} rows can't be split into {splits} for {self._size} ranks"
-            raise ValueError(msg)
         row = tensor.numel() // rows if rows else 0
-        return [split * row for split in splits]
+        sizes = [split * row for split in splits or [rows // self._size] * self._size]
+        return lambda tensors, _: dict(enumerate(tensors[0].split(sizes)))
 
-    def _tag(self, name: str, tensor: Tensor | None, root: int = -1) -> int:
-        """Return what a message carries, so that ranks that call different things wait for each other."""
-        number = self._num_messages[-1, -1] = self._num_messages.get((-1, -1), 0) + 1
-        size = "" if tensor is None else f"{tensor.dtype} {tensor.numel()}"
-        return zlib.crc32(f"{name} {root} {size} {number}".encode()) & 0x3FFFFFFF
-
-    def _message_tag(self, tensor: Tensor, sender: int, receiver: int) -> int:
-        if sender == receiver:
-            msg = "staged can't send from a rank to itself"
-            raise ValueError(msg)
-        number = self._num_messages[sender, receiver] = self._num_messages.get((sender, receiver), 0) + 1
-        text = f"message {sender} {receiver} {tensor.numel() * tensor.element_size()} {number}"
-        return zlib.crc32(text.encode()) & 0x3FFFFFFF
-
-    def _start(self, parts: list[_Part], *, blocks_host: bool = False) -> Any:
+    def _collect(
+        self,
+        name: str,
+        reads: list[Tensor],
+        writes: list[Tensor],
+        *,
+        sent: _Parting | None = None,
+        received: _Parting | None = None,
+        op: Any = None,
+        blocks_host: bool = False,
+    ) -> Any:
+        """Start what a `_Part` says, or add it to the batch; ranks that call other things wait for each other."""
+        kind = name if name.startswith("message") else "collective"
+        number = self._num_started_of[kind] = self._num_started_of.get(kind, 0) + 1
+        tag = zlib.crc32(f"{name} {_kind(op)} {number}".encode()) & 0x3FFFFFFF
+        part = _Part(name, reads, writes, tag, sent, received, op)
         if self._batch is not None:
-            self._batch += parts
+            self._batch.append(part)
             return None
-        return self._enqueue(parts, blocks_host=blocks_host)
+        return self._enqueue([part], blocks_host=blocks_host)
 
     def _enqueue(self, parts: list[_Part], *, blocks_host: bool = False) -> StagedWork:
         self.check()
@@ -828,11 +652,26 @@ class StagedGroup(dist.ProcessGroup):
 
     def _send(self, operation: _Operation) -> None:
         self._wait_for_inputs(operation)
-        messages = [message for part in operation.parts for message in part.start(part.read, part.written)]
-        self._arrive(messages)
+        messages, terms = [], []
         for part in operation.parts:
-            if part.finish is not None:
-                part.finish(part.read, part.written)
+            sent = {} if part.sent is None else part.sent(part.read, self._size)
+            received = {} if part.received is None else part.received(part.written, self._size)
+            if part.op is not None:
+                received = {peer: torch.empty_like(part.written[0]) for peer in range(self._size)}
+            if self._rank in sent and self._rank in received:
+                received[self._rank].copy_(sent[self._rank])
+            for call, tensors in ((self._gloo.send, sent), (self._gloo.recv, received)):
+                messages += [
+                    call([tensor.view(torch.uint8)], peer, part.tag)
+                    for peer, tensor in tensors.items()
+                    if peer != self._rank and tensor.numel()
+                ]
+            terms.append(received)
+        for message in messages:
+            message.wait()
+        for part, received in zip(operation.parts, terms, strict=True):
+            if part.op is not None:
+                part.written[0].copy_(_reduced(received, part.op))
 
     def _wait_for_inputs(self, operation: _Operation) -> None:
         if self.gate is None:
@@ -883,10 +722,6 @@ def _rooms(device: str) -> Rooms:
     return Rooms(device)
 
 
-def _on_cpu(tensors: Sequence[Tensor]) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in tensors)
-
-
 def _last(works: Iterator[Any]) -> Any:
     started = list(works)
     for work in started[:-1]:
@@ -898,8 +733,23 @@ def _kind(op: Any) -> Any:
     return getattr(op, "op", op)
 
 
-def _combined(one: Tensor, other: Tensor, op: Any) -> Tensor:
-    kind = _kind(op)
+def _op_of(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def _reduced(terms: Mapping[int, Tensor], op: Any) -> Tensor:
+    """Reduce in the order of ranks, rounding after each addition, so that all ranks get the same bits."""
+    kind, size = _kind(op), len(terms)
+    is_mean = kind == dist.ReduceOp.AVG
+    is_float = terms[0].is_floating_point()
+    factor = 1 / size if is_mean and is_float else op.__getstate__()[1] if kind == dist.ReduceOp.PREMUL_SUM else None
+    total, *rest = (terms[rank] if factor is None else terms[rank] * factor for rank in range(size))
+    for term in rest:
+        total = _combined(total, term, kind)
+    return torch.div(total, size, rounding_mode="trunc") if is_mean and not is_float else total
+
+
+def _combined(one: Tensor, other: Tensor, kind: Any) -> Tensor:
     if kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM):
         return one | other if one.dtype == torch.bool else one + other
     if kind == dist.ReduceOp.PRODUCT:

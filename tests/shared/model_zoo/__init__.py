@@ -54,9 +54,7 @@ MATRIX: dict[str, ZooModel] = {
     **ZOO,
     **{
         model.name: model
-        for model in (
-            replace(each, name=each.name.replace("heads/", "transformers/"), slow=True) for each in HEADS.values()
-        )
+        for model in (replace(each, name=each.name.replace("heads/", "transformers/")) for each in HEADS.values())
         if model.name not in {f"transformers/{family}_lm" for family in (*_TWICE, "falcon")}
     },
     **{model.name: model for model in (*_TENSORS, *_USES, *_FAMILIES, *_TIMM_FAMILIES)},

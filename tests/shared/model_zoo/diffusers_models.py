@@ -101,7 +101,6 @@ MODELS = (
         build=partial(_build, "UNet2DModel", _UNET),
         batch=batch_of(sample=normal(3, 8, 8), timestep=numbers(100), noise=normal(3, 8, 8)),
         loss=_noise,
-        loss_only=("noise",),
         needs=("diffusers",),
         no_effect=("*to_k.bias",),
     ),
@@ -112,7 +111,6 @@ MODELS = (
         loss=_image,
         needs=("diffusers",),
         no_effect=("*to_k.bias",),
-        slow=True,
     ),
     ZooModel(
         name="diffusers/unet2d_conditioned",
@@ -124,9 +122,7 @@ MODELS = (
             noise=normal(4, 8, 8),
         ),
         loss=_noise,
-        loss_only=("noise",),
         needs=("diffusers",),
-        slow=True,
     ),
     ZooModel(
         name="diffusers/dit",
@@ -135,8 +131,6 @@ MODELS = (
             hidden_states=normal(4, 8, 8), timestep=numbers(100), class_labels=numbers(9), noise=normal(4, 8, 8)
         ),
         loss=_noise,
-        loss_only=("noise",),
         needs=("diffusers",),
-        slow=True,
     ),
 )

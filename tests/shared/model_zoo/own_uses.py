@@ -239,7 +239,7 @@ MODELS = (
             "gemini": "ConfigError: Module 'inner' is scripted",
         },
     ),
-    own("batch_norm", lambda: Normalized(nn.BatchNorm2d(8)), batch=_IMAGE, couples_samples=True, double=True),
+    own("batch_norm", lambda: Normalized(nn.BatchNorm2d(8)), batch=_IMAGE, double=True),
     own("group_norm", lambda: Normalized(nn.GroupNorm(2, 8)), batch=_IMAGE),
     own(
         "instance_norm",

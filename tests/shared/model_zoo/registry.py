@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
 
 Batch = dict[str, Any]
@@ -35,11 +35,6 @@ def own_loss(output: Any, _batch: Batch) -> Tensor:
     return loss
 
 
-def join_tensors(batches: Sequence[Mapping[str, Tensor]]) -> Batch:
-    """Concatenate batches of tensors."""
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ZooModel:
     """A tiny model with random weights.
@@ -48,15 +43,10 @@ class ZooModel:
         name: Library and name, as in ``"timm/convit_tiny"``.
         build: Returns the model; draws its weights from torch's default generator.
         batch: Draws a number of samples from a generator.
-        loss: Computes a scalar from output and batch; a mean over samples unless ``couples_samples``.
-        loss_only: Fields of the batch for the loss that the model does not take.
-        join: Concatenates batches.
+        loss: Computes a scalar from output and batch, whose entries that the model does not take are for it alone.
         needs: Top-level modules that it imports.
-        couples_samples: Whether a sample's loss depends on the other samples (batch norm, load balancing), so that
-            the gradient of a whole batch is not the mean of those of its parts.
         no_effect: Patterns of parameters without effect on the loss, whose gradients are zero except for rounding:
             attention's softmax does not depend on a bias of the keys.
-        slow: Whether its tests are marked as slow.
         double: Whether it is trained in fp64, because its gradients are ill-conditioned: batch norm over few values.
         sparse_gradients: Whether it is trained with SGD, because AdamW refuses sparse gradients.
         refused: Patterns of the documented errors under plugins that refuse the model, by plugin.
@@ -66,12 +56,8 @@ class ZooModel:
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator, int], Batch]
     loss: Callable[[Any, Batch], Tensor] = weighted_outputs
-    loss_only: tuple[str, ...] = ()
-    join: Callable[[Sequence[Batch]], Batch] = join_tensors
     needs: tuple[str, ...] = ()
-    couples_samples: bool = False
     no_effect: tuple[str, ...] = ()
-    slow: bool = False
     double: bool = False
     sparse_gradients: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -90,8 +76,7 @@ class ZooModel:
         """Run forward of the plain or boosted model and return the loss."""
         if self.double:
             batch = in_double(batch)
-        output = model(**{name: value for name, value in batch.items() if name not in self.loss_only})
-        return self.loss(output, batch)
+        return self.loss(model(**batch), batch)
 
     def share(self, step: int, rank: int, samples: int) -> Batch:
         """Return a rank's samples of a step, all different."""
@@ -99,7 +84,8 @@ class ZooModel:
 
     def whole(self, step: int, world_size: int, samples: int) -> Batch:
         """Return the samples of all ranks of a step."""
-        return self.join([self.share(step, rank, samples) for rank in range(world_size)])
+        batches = [self.share(step, rank, samples) for rank in range(world_size)]
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def in_double(batch: Batch) -> Batch:

@@ -79,11 +79,8 @@ def _convmixer() -> nn.Module:
 
 
 MODELS: tuple[ZooModel, ...] = (
-    *(timm_model(name, original, settings, slow=True) for name, (original, settings) in _FAMILIES.items()),
-    *(
-        timm_model(name, original, settings, slow=True, couples_samples=True, double=True)
-        for name, (original, settings) in _WITH_BATCH_NORM.items()
-    ),
-    *(timm_model(kind, partial(_mixer, kind), slow=True) for kind in ("mixer", "resmlp", "gmlp")),
-    timm_model("convmixer", _convmixer, slow=True, couples_samples=True, double=True),
+    *(timm_model(name, original, settings) for name, (original, settings) in _FAMILIES.items()),
+    *(timm_model(name, original, settings, double=True) for name, (original, settings) in _WITH_BATCH_NORM.items()),
+    *(timm_model(kind, partial(_mixer, kind)) for kind in ("mixer", "resmlp", "gmlp")),
+    timm_model("convmixer", _convmixer, double=True),
 )

@@ -47,7 +47,6 @@ def timm_model(
         build=partial(_build, original, settings or {}) if isinstance(original, str) else original,
         batch=batch_of(x=normal(3, 32, 32), labels=numbers(CLASSES)),
         loss=_classified,
-        loss_only=("labels",),
         needs=("timm",),
         no_effect=("*pos_proj.bias", "*attn.k.bias"),
         **more,
@@ -65,7 +64,7 @@ MODELS = (
         "convit_tiny",
         {"img_size": 32, "patch_size": 8, "depth": 3, "local_up_to_layer": 2},
     ),
-    timm_model("convit_base_wide", "convit_base", {"img_size": 32, "depth": 3, "local_up_to_layer": 2}, slow=True),
-    timm_model("resnet", "test_resnet", {"zero_init_last": False}, couples_samples=True, slow=True),
+    timm_model("convit_base_wide", "convit_base", {"img_size": 32, "depth": 3, "local_up_to_layer": 2}),
+    timm_model("resnet", "test_resnet", {"zero_init_last": False}),
     timm_model("vit", "test_vit", {"img_size": 32, "patch_size": 8}),
 )

@@ -10,8 +10,6 @@ from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_
 from model_zoo.registry import ZooModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor, nn
 
     from model_zoo.registry import Batch
@@ -69,20 +67,6 @@ def _draw(generator: torch.Generator, samples: int) -> Batch:
     }
 
 
-def _join(batches: Sequence[Batch]) -> Batch:
-    """Concatenate batches, key by key."""
-    from torchrec import KeyedJaggedTensor
-
-    bags = [batch["sparse_features"] for batch in batches]
-    whole = KeyedJaggedTensor.from_lengths_sync(
-        keys=_KEYS,
-        values=torch.cat([each[key].values() for key in _KEYS for each in bags]),
-        lengths=torch.cat([each[key].lengths() for key in _KEYS for each in bags]),
-    )
-    plain = {name: torch.cat([batch[name] for batch in batches]) for name in ("dense_features", "clicked")}
-    return {**plain, "sparse_features": whole}
-
-
 def _of_logits(output: Tensor, batch: Batch) -> Tensor:
     return binary_cross_entropy_with_logits(output, batch["clicked"])
 
@@ -97,8 +81,6 @@ MODELS = (
         build=_dlrm,
         batch=_draw,
         loss=_of_logits,
-        loss_only=("clicked",),
-        join=_join,
         needs=("fbgemm_gpu", "torchrec"),
     ),
     ZooModel(
@@ -106,8 +88,6 @@ MODELS = (
         build=_deepfm,
         batch=_draw,
         loss=_of_probabilities,
-        loss_only=("clicked",),
-        join=_join,
         needs=("fbgemm_gpu", "torchrec"),
     ),
 )

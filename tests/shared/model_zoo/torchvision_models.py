@@ -68,16 +68,15 @@ def _one(name: str, build: Callable[[], nn.Module], image: str = "x", **more: An
         build=build,
         batch=batch_of(**{image: normal(3, 32, 32)}, labels=numbers(_CLASSES)),
         loss=_classified,
-        loss_only=("labels",),
         needs=("torchvision",),
         **more,
     )
 
 
-_NORMALIZED: dict[str, Any] = {"couples_samples": True, "double": True, "slow": True}
+_NORMALIZED: dict[str, Any] = {"double": True}
 
 MODELS = (
-    _one("resnet18", _of("resnet18"), couples_samples=True),
+    _one("resnet18", _of("resnet18")),
     _one(
         "mobilenet_v2",
         _of(
@@ -93,9 +92,9 @@ MODELS = (
     _one("shufflenet", _of("ShuffleNetV2", [1, 1, 1], [8, 8, 16, 16, 32]), **_NORMALIZED),
     _one("densenet", _of("DenseNet", growth_rate=4, block_config=(2, 2), num_init_features=8), **_NORMALIZED),
     _one("efficientnet", _efficientnet, **_NORMALIZED),
-    _one("squeezenet", _of("SqueezeNet", "1_1", dropout=0.0), slow=True),
-    _one("vgg", _vgg, "input", slow=True),
-    _one("convnext", _convnext, slow=True),
-    _one("vit", _of("VisionTransformer", 32, 8, 2, 4, 32, 64), slow=True),
-    _one("swin", _of("SwinTransformer", [4, 4], 16, [1, 1], [2, 4], [4, 4], stochastic_depth_prob=0.0), slow=True),
+    _one("squeezenet", _of("SqueezeNet", "1_1", dropout=0.0)),
+    _one("vgg", _vgg, "input"),
+    _one("convnext", _convnext),
+    _one("vit", _of("VisionTransformer", 32, 8, 2, 4, 32, 64)),
+    _one("swin", _of("SwinTransformer", [4, 4], 16, [1, 1], [2, 4], [4, 4], stochastic_depth_prob=0.0)),
 )

@@ -52,18 +52,17 @@ _WAVES: dict[str, Any] = {
 }
 
 
-def _whisper(name: str, model_class: str, *, more: Any = None, slow: bool = True, **fields: Any) -> ZooModel:
+def _whisper(name: str, model_class: str, *, more: Any = None, **fields: Any) -> ZooModel:
     return ZooModel(
         name=f"transformers/whisper{name}",
         build=from_config("WhisperConfig", model_class, **_WHISPER, **(more or {})),
         batch=batch_of(input_features=normal(8, 24), **fields),
         loss=own_loss if "labels" in fields else weighted_outputs,
         needs=("transformers",),
-        slow=slow,
     )
 
 
-def _waves(family: str, name: str, suffix: str, *, more: Any = None, slow: bool = True, **fields: Any) -> ZooModel:
+def _waves(family: str, name: str, suffix: str, *, more: Any = None, **fields: Any) -> ZooModel:
     return ZooModel(
         name=f"transformers/{family.lower()}{name}",
         build=from_config(f"{family}Config", f"{family}{suffix}", **_WAVES, **(more or {})),
@@ -71,21 +70,20 @@ def _waves(family: str, name: str, suffix: str, *, more: Any = None, slow: bool 
         loss=own_loss if fields else weighted_outputs,
         needs=("transformers",),
         no_effect=("*k_proj.bias",),
-        slow=slow,
     )
 
 
 def _speech(family: str) -> tuple[ZooModel, ...]:
     return (
         _waves(family, "", "Model"),
-        _waves(family, "_ctc", "ForCTC", slow=family != "Wav2Vec2", labels=_WORDS),
+        _waves(family, "_ctc", "ForCTC", labels=_WORDS),
         _waves(family, "_classification", "ForSequenceClassification", more=_CLASSES, labels=numbers(3)),
     )
 
 
 MODELS = (
     _whisper("", "WhisperModel", decoder_input_ids=_WORDS),
-    _whisper("_generation", "WhisperForConditionalGeneration", slow=False, labels=_WORDS),
+    _whisper("_generation", "WhisperForConditionalGeneration", labels=_WORDS),
     _whisper("_classification", "WhisperForAudioClassification", more=_CLASSES, labels=numbers(3)),
     *_speech("Wav2Vec2"),
     *_speech("Hubert"),

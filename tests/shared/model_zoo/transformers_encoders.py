@@ -41,9 +41,7 @@ def _heads(family: str, settings: dict[str, Any], sentence_label: str) -> tuple[
     """Return a family's base model and its heads."""
     short = family.lower()
 
-    def one(
-        name: str, suffix: str, more: Any = None, *, no_effect: tuple[str, ...] = (), slow: bool = True, **fields: Any
-    ) -> ZooModel:
+    def one(name: str, suffix: str, more: Any = None, *, no_effect: tuple[str, ...] = (), **fields: Any) -> ZooModel:
         return ZooModel(
             name=f"transformers/{short}{name}",
             build=from_config(f"{family}Config", f"{family}{suffix}", **settings, **(more or {})),
@@ -51,12 +49,11 @@ def _heads(family: str, settings: dict[str, Any], sentence_label: str) -> tuple[
             loss=own_loss if fields else weighted_outputs,
             needs=("transformers",),
             no_effect=("*attention*.key.bias", *no_effect),
-            slow=slow,
         )
 
     return (
-        one("", "Model", slow=False),
-        one("_pretraining", "ForPreTraining", slow=False, labels=_TOKENS, **{sentence_label: numbers(2)}),
+        one("", "Model"),
+        one("_pretraining", "ForPreTraining", labels=_TOKENS, **{sentence_label: numbers(2)}),
         one("_masked_lm", "ForMaskedLM", labels=_TOKENS),
         one("_classification", "ForSequenceClassification", _CLASSES, labels=numbers(3)),
         one("_token_classification", "ForTokenClassification", _CLASSES, labels=numbers(3, _LENGTH)),
@@ -71,21 +68,20 @@ def _heads(family: str, settings: dict[str, Any], sentence_label: str) -> tuple[
     )
 
 
-def _t5(name: str, model_class: str, *, slow: bool = False, **fields: Any) -> ZooModel:
+def _t5(name: str, model_class: str, **fields: Any) -> ZooModel:
     return ZooModel(
         name=f"transformers/t5{name}",
         build=from_config("T5Config", model_class, **_T5),
         batch=batch_of(input_ids=_TOKENS, **fields),
         loss=own_loss if "labels" in fields else weighted_outputs,
         needs=("transformers",),
-        slow=slow,
     )
 
 
 MODELS = (
     *_heads("Bert", _BERT, "next_sentence_label"),
     *_heads("Albert", _ALBERT, "sentence_order_label"),
-    _t5("", "T5Model", decoder_input_ids=_TOKENS, slow=True),
+    _t5("", "T5Model", decoder_input_ids=_TOKENS),
     _t5("_generation", "T5ForConditionalGeneration", labels=_TOKENS),
-    _t5("_encoder", "T5EncoderModel", slow=True),
+    _t5("_encoder", "T5EncoderModel"),
 )

@@ -132,7 +132,6 @@ def _one(
         loss=loss or (own_loss if "labels" in fields else weighted_outputs),
         needs=("transformers",),
         no_effect=("*key.bias", "*k_proj.bias", "*k_lin.bias", "*key_proj.bias"),
-        slow=True,
     )
 
 

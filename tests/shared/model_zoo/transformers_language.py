@@ -99,7 +99,6 @@ def _gpt2(
         needs=("transformers",),
         # Choices and positions are compared with each other: shifting all of them equally has no effect.
         no_effect=("multiple_choice_head.summary.bias", "qa_outputs.bias", *no_effect),
-        slow=name in {"token_classification", "question_answering"},
     )
 
 
@@ -111,26 +110,22 @@ def _both_losses(output: Any, _batch: Any) -> Any:
 MODELS = (
     _causal("llama", "Llama", _SIZES),
     _causal("llama_tied", "Llama", {**_SIZES, "tie_word_embeddings": True}),
-    _causal("mistral", "Mistral", _SIZES, slow=True),
-    _causal("qwen2", "Qwen2", _SIZES, slow=True),
-    _causal("gemma", "Gemma", {**_SIZES, "head_dim": 8}, slow=True),
+    _causal("mistral", "Mistral", _SIZES),
+    _causal("qwen2", "Qwen2", _SIZES),
+    _causal("gemma", "Gemma", {**_SIZES, "head_dim": 8}),
     _causal("mixtral", "Mixtral", _MIXTURE),
     _causal(
         "mixtral_balanced",
         "Mixtral",
         {**_MIXTURE, "output_router_logits": True, "router_aux_loss_coef": 0.1},
-        couples_samples=True,
-        slow=True,
     ),
     _causal("deepseek_v3", "DeepseekV3", _LATENT),
-    _causal("phi", "Phi", {**_SIZES, "num_key_value_heads": 4}, slow=True),
-    _causal("cohere", "Cohere", _SIZES, slow=True),
-    _causal("glm", "Glm", {**_SIZES, "head_dim": 8}, slow=True),
+    _causal("phi", "Phi", {**_SIZES, "num_key_value_heads": 4}),
+    _causal("cohere", "Cohere", _SIZES),
+    _causal("glm", "Glm", {**_SIZES, "head_dim": 8}),
     _causal("falcon", "Falcon", _FALCON),
-    _causal(
-        "falcon_alibi", "Falcon", {**_FALCON, "alibi": True, "bias": True, "new_decoder_architecture": False}, slow=True
-    ),
-    _causal("gptj", "GPTJ", {**_GPT, "rotary_dim": 4}, slow=True),
+    _causal("falcon_alibi", "Falcon", {**_FALCON, "alibi": True, "bias": True, "new_decoder_architecture": False}),
+    _causal("gptj", "GPTJ", {**_GPT, "rotary_dim": 4}),
     _causal("opt", "OPT", _OPT, no_effect=("*k_proj.bias",)),
     _causal("bloom", "Bloom", _BLOOM),
     _gpt2("lm", "GPT2LMHeadModel", labels=_TOKENS),

@@ -67,7 +67,7 @@ def _words_after_an_image(generator: torch.Generator, samples: int) -> torch.Ten
     return torch.cat([image, torch.randint(3, _IMAGE_TOKEN, (samples, _WORDS), generator=generator)], dim=1)
 
 
-def _vit(name: str, model_class: str, *, slow: bool = False, more: Any = None, **fields: Any) -> ZooModel:
+def _vit(name: str, model_class: str, *, more: Any = None, **fields: Any) -> ZooModel:
     return ZooModel(
         name=f"transformers/vit{name}",
         build=from_config("ViTConfig", model_class, **_VIT, **(more or {})),
@@ -75,18 +75,16 @@ def _vit(name: str, model_class: str, *, slow: bool = False, more: Any = None, *
         loss=own_loss if fields else weighted_outputs,
         needs=("transformers",),
         no_effect=("*attention.key.bias", "*attention.k_proj.bias"),
-        slow=slow,
     )
 
 
 MODELS = (
-    _vit("", "ViTModel", slow=True),
+    _vit("", "ViTModel"),
     _vit("_classification", "ViTForImageClassification", more={"num_labels": 3}, labels=numbers(3)),
     _vit(
         "_masked",
         "ViTForMaskedImageModeling",
         more={"encoder_stride": 4},
-        slow=True,
         bool_masked_pos=same([True, False] * 8),
     ),
     ZooModel(
@@ -95,7 +93,6 @@ MODELS = (
         batch=batch_of(pixel_values=normal(3, 32, 32), input_points=normal(1, 2, 2), input_labels=same([[1, 0]])),
         needs=("transformers",),
         no_effect=("*k_proj.bias",),
-        slow=True,
     ),
     ZooModel(
         name="transformers/blip2",
@@ -106,6 +103,5 @@ MODELS = (
         loss=own_loss,
         needs=("transformers",),
         no_effect=("*key.bias", "*k_proj.bias"),
-        slow=True,
     ),
 )

@@ -7,60 +7,27 @@ one plugin.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 from isolated_libraries import FOLDER, missing_libraries
 from matrix import matrix
 from model_zoo import MATRIX
-from zoo_cells import COLUMNS, Cell, measure, measure_plain
-from zoo_results import read_cell, write_cell
+from zoo_cells import measure
+from zoo_results import COLUMNS, read_cell, write_cell
 
-HARD = (
-    "timm/convit_base",
-    "timm/convit_tiny",
-    "torchrec/dlrm",
-    "torchrec/deepfm",
-    "diffusers/vq_model",
-    "transformers/albert",
-    "transformers/albert_pretraining",
-    "transformers/bert",
-    "transformers/bert_pretraining",
-    "transformers/gpt2_double_heads",
-)
-"""Models that Colossal-AI excludes from its low-level ZeRO tests: repeated layers, odd inputs, unused parameters."""
 RESULTS = os.environ.get("BOOSTER_ZOO_RESULTS")
 """The folder in which `nox -s models -- zoo` collects cells; those that are in it are not measured again."""
-
-
-@pytest.fixture(scope="module")
-def plain_runs(tmp_path_factory, ranks_with_isolated_libraries):
-    """Return a function that trains a model in one process, once for all plugins; it returns its folder and errors."""
-    known: dict[str, tuple[Path, list[str]]] = {}
-
-    def train(name: str) -> tuple[Path, list[str]]:
-        if name not in known:
-            while known:  # cells are in the order of models
-                shutil.rmtree(known.popitem()[1][0])
-            home = tmp_path_factory.mktemp("model")
-            known[name] = home, measure_plain(name, home)
-        return known[name]
-
-    return train
-
-
-CASES = [(name, plugin) for name in MATRIX for plugin in (*COLUMNS, *(["zero-1"] if name in HARD else []))]
 
 
 @matrix(
     [
         "transformers/gpt2_lm-zero",
-        "transformers/gpt2_double_heads-zero-1",
-        "transformers/albert-zero-1",
+        "transformers/gpt2_double_heads-zero",
+        "transformers/albert-zero",
         "transformers/vit_classification-ddp",
-        "timm/convit_base-zero-1",
-        "torchrec/dlrm-zero-1",
+        "timm/convit_base-zero",
+        "torchrec/dlrm-zero",
         "own/complex_parameter-gemini",
         "own/integer_parameter-zero",
         "own/transposed_parameter-zero",
@@ -70,16 +37,16 @@ CASES = [(name, plugin) for name in MATRIX for plugin in (*COLUMNS, *(["zero-1"]
         "own/hooked_accumulation-fsdp",
         "own/batch_norm-ddp",
     ],
-    **{"name, plugin": CASES},
+    name=MATRIX,
+    plugin=COLUMNS,
 )
-def test_training_and_checkpoints_equal_one_process(name, plugin, plain_runs):
+def test_training_and_checkpoints_equal_one_process(name, plugin, tmp_path, ranks_with_isolated_libraries):
     model = MATRIX[name]
     if missing := missing_libraries(model.needs):
         pytest.skip(f"{', '.join(missing)} not installed, neither in the environment nor in {FOLDER}")
     cell = read_cell(Path(RESULTS), name, plugin) if RESULTS else None
     if cell is None:
-        home, errors = plain_runs(name)
-        cell = Cell(state="fault", findings=errors) if errors else measure(name, plugin, home)
+        cell = measure(name, plugin, tmp_path)
         if RESULTS:
             write_cell(Path(RESULTS), name, plugin, cell)
     expected = "refused" if plugin in model.refused else "ok"
