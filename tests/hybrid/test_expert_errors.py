@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process
 from expert_models import batch_of, make
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -18,6 +18,7 @@ from booster_hybrid import ExpertRule, HybridParallelPlugin, ShardingPolicy
 from booster_runtime import Muon
 from booster_testing import run_on_ranks
 from booster_testing.compare import tolerance_for
+from booster_zero import ZeroConfig
 
 WIDTH, NUM_EXPERTS, TOP_K = 8, 4, 2
 
@@ -59,8 +60,8 @@ def made(kind=Experts):
 
 
 def policy(**options):
-    options = {"parameters": ("weight", "bias"), **options}
-    return ShardingPolicy(experts=(ExpertRule("experts", **options),))
+    options = {"pattern": "experts", "parameters": ("weight", "bias"), **options}
+    return ShardingPolicy(experts=(ExpertRule(**options),))
 
 
 def boost(model, optimizer=torch.optim.SGD):
@@ -150,3 +151,35 @@ def test_a_rank_that_does_not_call_the_model_is_named():
     message, _ = run_on_ranks(with_one_more_forward, 2, group_timeout_seconds=4.0)
     assert message.startswith("MissingRanksError")
     assert "forward" in message
+
+
+class Branching(nn.Module):
+    """The first rank skips a layer before experts: its gradients come later than the other's, or not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.mixture = Mixture()
+        self.after = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def forward(self, x, skips):
+        x = self.mixture(self.blocks(x))
+        return x if skips else self.after(x)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(2)
+def test_reductions_do_not_wait_for_ranks_that_wait_for_tokens(overlap):
+    """Each parameter has a bucket of its own; the ones of the layer that a rank skips hold up all others there."""
+    zero = ZeroConfig(stage=2, bucket_bytes=4, overlap_communication=overlap)
+    torch.manual_seed(5)
+    model = Branching()
+    plugin = HybridParallelPlugin(ep_size=2, custom_policy=policy(pattern="mixture.experts"), zero=zero)
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = dist.get_rank()
+    for step in range(4):
+        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(step))
+        booster.backward(model(x, skips=step > 1 and step % 2 == rank).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
