@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
-from compiler_warnings import ignore_compiler_warnings
-from family_models import batch_of, build
 from matrix import matrix
 from ranked import on_ranks
 from torch import nn
@@ -81,34 +77,6 @@ def loader_of(length, samples=4):
     return DataLoader([torch.arange(row, row + length) % 32 for row in range(samples)], batch_size=samples)
 
 
-def refused(make, loader):
-    """Return what `boost` raises."""
-    found = []
-    for mode in MODES:
-        with pytest.raises(ConfigError) as at_boost:
-            boosted(make(), mode, loader)
-        found.append(str(at_boost.value))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("doge", "computes with its attention mask itself"),
-        ("blt", r"attends from \d+ positions of this rank to \d+ others"),
-        ("llama4_text", "on random inputs its outputs of up to .* differ"),
-        pytest.param("zaya", "on a part of a sequence it fails with RuntimeError", marks=pytest.mark.slow),
-        ("xlm", "does not call its attention through"),
-    ],
-)
-@on_ranks(2)
-def test_families_that_can_not_be_split_are_refused(name, reason):
-    batch = batch_of(name)
-    rows = [{key: value[row] for key, value in batch.items()} for row in range(4)]
-    found = refused(lambda: build(name), DataLoader(rows, batch_size=4))
-    assert all(re.search(reason, each) for each in found), found
-
-
 def lazy(kind):
     with LazyInitContext():
         model = plain(kind)
@@ -175,16 +143,6 @@ def test_a_batch_that_shows_little_is_no_reason(mode):
     boosted(tiny_llama(num_hidden_layers=2), mode, DataLoader(Failing()))
     with pytest.raises(ConfigError, match=r"could not be checked.*there was no batch"):
         boosted(plain("torch's"), mode, DataLoader(Failing()))
-
-
-@on_ranks(2, timeout_seconds=180.0)
-def test_compiled_layers_are_checked_as_they_are_written():
-    ignore_compiler_warnings()
-    model = plain("own scores")
-    for layer in model.blocks:
-        layer.compile(backend="eager")
-    with pytest.raises(ConfigError, match="does not call its attention through"):
-        boosted(model, "ring_attn", loader_of(16))
 
 
 def unreadable(unchecked):

@@ -56,14 +56,6 @@ class OwnAttention(Layer):
         return functional.scaled_dot_product_attention(states, states, states)
 
 
-class MixingFeed(Feed):
-    """A block that mixes positions in its own forward, around and between its split layers."""
-
-    def forward(self, x):
-        hidden = functional.gelu(self.up(x - x.mean(1, keepdim=True)))
-        return self.down(hidden + hidden.cumsum(1)) * torch.arange(x.shape[1]).view(-1, 1)
-
-
 class OwnBlock(Layer):
     """Has a block that mixes positions in its own forward, which gets whole sequences."""
 
@@ -78,6 +70,13 @@ class MixingBetween(Feed):
     def forward(self, x):
         hidden = functional.gelu(self.up(x - x.mean(1, keepdim=True)))
         return self.down(hidden + hidden.cumsum(1))
+
+
+class MixingFeed(MixingBetween):
+    """Multiplies by positions as well, of which a rank has only some."""
+
+    def forward(self, x):
+        return super().forward(x) * torch.arange(x.shape[1]).view(-1, 1)
 
 
 class WritingBlock(Layer):
@@ -98,23 +97,6 @@ class BlockAround(Layer):
     def __init__(self):
         super().__init__()
         self.mlp = MixingFeed()
-
-
-class AttendingBlock(Layer):
-    """Has a block whose own forward attends, and which is not split."""
-
-    def __init__(self):
-        super().__init__()
-        self.part = UnsplitAttention()
-
-
-class UnsplitAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x):
-        return functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
 
 
 class Dropping(Layer):
@@ -192,7 +174,7 @@ def test_layers_that_return_containers_are_refused():
         train_boosted(case_of(InDict), SETTING)
 
 
-@pytest.mark.parametrize("kind", [Layer, OwnBlock, WritingBlock, AttendingBlock, Unsplit])
+@pytest.mark.parametrize("kind", [Layer, OwnBlock, WritingBlock, Unsplit])
 def test_layers_that_are_pointwise_outside_of_blocks_train_as_one_process(kind):
     assert_equals_one_process(case_of(kind), SETTING)
 
