@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from matrix import matrix, named
 from ranked import raises_on_ranks
@@ -22,22 +21,14 @@ def boosted(**options):
     return booster, model, optimizer
 
 
-def first_samples(make, options):
-    plugin = HybridParallelPlugin(**options)
-    loader = make(plugin)(range(16), 2, shuffle=True, seed=5)
+def first_samples(options):
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    loader = booster.prepare_dataloader(range(16), 2, shuffle=True, seed=5)
     return [batch.tolist() for batch in loader]
 
 
-def by_plugin(plugin):
-    return plugin.prepare_dataloader
-
-
-def by_booster(plugin):
-    return Booster(plugin=plugin).prepare_dataloader
-
-
 @matrix(
-    1,
+    ["pp"],
     **{
         "options, replicas": named(
             [
@@ -50,10 +41,9 @@ def by_booster(plugin):
             joint=True,
         )
     },
-    make=[by_plugin, by_booster],
 )
-def test_a_loader_made_before_boost_knows_which_ranks_share_batches(make, options, replicas):
-    seen = run_on_ranks(first_samples, 4, make, options)
+def test_a_loader_made_before_boost_knows_which_ranks_share_batches(options, replicas):
+    seen = run_on_ranks(first_samples, 4, options)
     for ranks in replicas:
         assert all(seen[rank] == seen[ranks[0]] for rank in ranks)
     distinct = [sample for ranks in replicas for batch in seen[ranks[0]] for sample in batch]
@@ -122,21 +112,6 @@ def test_each_batch_of_a_loop_is_compared(options, more, has_gradients):
             optimizer.step()
 
 
-def data_parallel_ranks_differ():
-    booster, model, optimizer = boosted()
-    replica = booster.plugin.data_parallel_coordinates(booster.context.coordinator)[0]
-    tokens = torch.randint(64, (4 + replica, 8), generator=torch.Generator().manual_seed(replica))
-    batch = {"input_ids": tokens, "labels": tokens}
-    result = booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-    return None if result["loss"] is None else float(result["loss"])
-
-
-def test_data_parallel_ranks_may_have_different_batches():
-    losses = run_on_ranks(data_parallel_ranks_differ, 4)
-    assert losses[0] is losses[2] is None
-    assert losses[1] != losses[3]
-
-
 def some_batches(count):
     for _ in range(count):
         yield {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.ones(2, 8, dtype=torch.long)}
@@ -158,10 +133,6 @@ def step_through(make, *args, failing=1, **options):
         except StopIteration:
             return taken
         taken += 1
-
-
-def test_an_error_of_one_ranks_loader_raises_on_every_rank():
-    expect_on_ranks(OSError, "the disk is gone", step_through, 2, broken_loader)
 
 
 def larger_batches():
@@ -194,11 +165,6 @@ def test_what_a_batch_lacks_on_any_stage_raises_on_every_rank(failing, make, kin
         assert run_on_ranks(step_through, 2, *make, **options) == [1, 1]
     else:
         expect_on_ranks(kind, message, step_through, 2, *make, **options)
-
-
-@pytest.mark.parametrize("count", [3, 2], ids=["everywhere", "on-one-rank"])
-def test_the_end_of_the_data_raises_on_every_rank(count):
-    assert run_on_ranks(step_through, 2, some_batches, count) == [count, count]
 
 
 class Streaming:
