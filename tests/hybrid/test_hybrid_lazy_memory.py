@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from matrix import matrix
 
 from booster_checkpoint.files import safetensors_file
 from booster_core import Booster, DistCoordinator
@@ -102,12 +101,14 @@ def freed_at_once() -> Iterator[None]:
 
 def boost(settings: dict[str, int], folder: Path | None) -> tuple[int, int, int]:
     """Return the peak of boosting a model, what was read for it, and what of it is here, in bytes."""
+    from transformers import AutoModelForCausalLM
+
     booster = Booster(plugin=HybridParallelPlugin(**OPTIONS))
     DistCoordinator().block_all(name="everybody is ready", timeout_seconds=60)
     # Pages of the model's file, which is mapped, are no memory of the model's; how many are there, the kernel decides.
     with freed_at_once(), peak_memory(maps_files=folder is not None) as memory, counted_reads() as counts:
         with LazyInitContext() as context:
-            model = make_llama(settings) if folder is None else type_of_llama().from_pretrained(folder)
+            model = make_llama(settings) if folder is None else AutoModelForCausalLM.from_pretrained(folder)
         boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     assert context.run_eagerly == {}
     if folder is not None:
@@ -116,12 +117,6 @@ def boost(settings: dict[str, int], folder: Path | None) -> tuple[int, int, int]
             booster.load_model(boosted, folder)
         assert loading.peak_bytes <= LOADING_BYTES
     return memory.peak_bytes, sum(counts), sum(parameter.nbytes for parameter in boosted.parameters())
-
-
-def type_of_llama() -> Any:
-    from transformers import LlamaForCausalLM
-
-    return LlamaForCausalLM
 
 
 def check_values(booster: Booster, boosted: Any, settings: dict[str, int]) -> None:
@@ -158,40 +153,3 @@ def test_a_pretrained_model_is_read_once_and_never_held_twice(tmp_path: Path) ->
 def test_one_parameter_is_drawn_at_a_time() -> None:
     ratio, _ = measured(DRAWN, None)
     assert ratio <= 1.25
-
-
-def load(folder: Path, precision: str | None) -> list[tuple[int, int]]:
-    """Load folders into boosted models, and return for each what was read, and what of the model is here, in bytes."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    results = []
-    for each in sorted(folder.iterdir()):
-        torch.manual_seed(7)
-        booster = Booster("cpu", precision, HybridParallelPlugin(**OPTIONS))
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(each))
-        expected = AutoModelForCausalLM.from_pretrained(each).state_dict()
-        boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-        with counted_reads() as counts:
-            booster.load_model(boosted, each)
-        for shard in booster.state_adapter(boosted).model_shards():
-            part = expected[shard.name][tuple(slice(*bounds) for bounds in shard.box)]
-            assert torch.equal(shard.data, part.to(shard.data.dtype)), shard.name
-        results.append((sum(counts), sum(4 * parameter.numel() for parameter in boosted.parameters())))
-    return results
-
-
-def write_models(folder: Path) -> None:
-    torch.manual_seed(5)
-    from model_zoo import get_model
-
-    for name in ("llama_tied", "gpt2_lm", "bloom"):  # plain, fused and transposed, fused by heads
-        get_model(f"transformers/{name}").seeded().save_pretrained(folder / name)
-
-
-@matrix(["bf16"], precision=[None, "bf16"])
-def test_a_folder_is_loaded_by_ranges(precision: str | None, tmp_path: Path) -> None:
-    run_on_ranks(write_models, 1, tmp_path)
-    # In bf16, the fp32 masters read the file's values themselves, instead of taking the rounded ones.
-    num_copies = 1 if precision is None else 2
-    for of_rank in run_on_ranks(load, 4, tmp_path, precision):
-        assert [count for count, _ in of_rank] == [num_copies * here for _, here in of_rank]
