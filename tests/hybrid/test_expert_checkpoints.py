@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 from cases import Setting, assert_equals_one_process, train_plainly
 from expert_models import batch_of, expert_case
@@ -58,10 +57,7 @@ def assert_transformers_reads(folder, case, num_ranks):
     assert_same_tensors({key: loaded.get_parameter(key).detach() for key in expected}, expected, case.tolerance)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow), pytest.param("gpt_oss", marks=pytest.mark.slow)],
-)
+@matrix(["qwen3_moe"], name=["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_transformers_reads_what_spread_experts_have_saved(name, tmp_path):
     assert_transformers_reads(tmp_path, case_of(name), 2)
 
