@@ -152,9 +152,7 @@ def test_adapters_train_as_on_one_process(name, mesh):
     assert_parity(name, {}, MESHES[mesh])
 
 
-@pytest.mark.parametrize(
-    "zero_stage", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
+@matrix(["2"], zero_stage=[0, 2, 3])
 def test_adapters_train_in_stages_of_replicas(zero_stage):
     assert_parity("transformers/llama", {}, (4, {"pp_size": 2, "zero_stage": zero_stage}))
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from cases import Setting, assert_equals_one_process, zoo_case
 from log_records import Records
+from matrix import matrix
 from ranked import on_ranks
 from residual_stack import Stack
 from torch import nn
@@ -23,27 +24,21 @@ CASE = zoo_case(NAME, steps=2)
 
 TP_PP = {"tp_size": 2, "pp_size": 2}
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+ORDERS = {
+    "tp2pp2": (4, TP_PP, ("tp", "sp", "pp", "dp")),
+    "tp2dp2zero1": (4, {"tp_size": 2, "zero_stage": 1}, ("tp", "sp", "dp", "pp")),
+    "pp2dp2zero2": (4, {"pp_size": 2, "zero_stage": 2}, ("pp", "dp", "sp", "tp")),
+    "tp2pp2dp2zero1": (8, {**TP_PP, "zero_stage": 1}, ("pp", "tp", "dp", "sp")),
+    "tp2pp2dp2": (8, TP_PP, ("dp", "tp", "pp", "sp")),
+    "sp2tp2dp2zero2": (8, {**RING, "tp_size": 2, "zero_stage": 2}, ("sp", "tp", "pp", "dp")),
+}
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [
-        pytest.param(4, {**TP_PP, "mesh_order": ("tp", "sp", "pp", "dp")}, marks=pytest.mark.slow),
-        (4, {"tp_size": 2, "zero_stage": 1, "mesh_order": ("tp", "sp", "dp", "pp")}),
-        pytest.param(
-            4, {"pp_size": 2, "zero_stage": 2, "mesh_order": ("pp", "dp", "sp", "tp")}, marks=pytest.mark.slow
-        ),
-        pytest.param(8, {**TP_PP, "mesh_order": ("pp", "tp", "dp", "sp"), "zero_stage": 1}, marks=pytest.mark.slow),
-        pytest.param(8, {**TP_PP, "mesh_order": ("dp", "tp", "pp", "sp")}, marks=pytest.mark.slow),
-        pytest.param(
-            8, {**RING, "tp_size": 2, "zero_stage": 2, "mesh_order": ("sp", "tp", "pp", "dp")}, marks=pytest.mark.slow
-        ),
-    ],
-    ids=["tp2pp2", "tp2dp2zero1", "pp2dp2zero2", "tp2pp2dp2zero1", "tp2pp2dp2", "sp2tp2dp2zero2"],
-)
-def test_any_order_of_the_mesh_trains_and_saves_as_one_process(num_ranks, options, tmp_path):
-    usual = {name: value for name, value in options.items() if name != "mesh_order"}
-    settings = [Setting(HybridParallelPlugin, each, num_ranks) for each in (options, usual)]
+@matrix(["tp2dp2zero1"], mesh=ORDERS)
+def test_any_order_of_the_mesh_trains_and_saves_as_one_process(mesh, tmp_path):
+    """Go on in the usual order from what another one has saved."""
+    num_ranks, options, order = ORDERS[mesh]
+    settings = [Setting(HybridParallelPlugin, each, num_ranks) for each in ({**options, "mesh_order": order}, options)]
     assert_equals_one_process(CASE, settings[0], checkpoint=tmp_path / "run", then=settings[1])
 
 

@@ -50,8 +50,6 @@ MESHES = {
     "dp2 pp2": (4, PP),
     "dp2 pp2 zbv": (4, {**PP, "pp_style": "zbv"}),
     "dp2 ring2": (4, RING),
-}
-SLOW = {
     "dp2": (2, {}),
     "dp2 parts": (2, {"zero": ZeroConfig(stage=3, bucket_bytes=4096, overlap_communication=False), "zero_stage": 0}),
     "dp2 host": (2, {"cpu_offload": True}),
@@ -66,9 +64,9 @@ SLOW = {
 }
 
 
-@matrix(["dp2 tp2", "dp2 pp2"], mesh=[*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)])
+@matrix(["dp2 tp2", "dp2 pp2"], mesh=MESHES)
 def test_gradients_norms_and_parameters_equal_one_process(mesh):
-    size, options = {**MESHES, **SLOW}[mesh]
+    size, options = MESHES[mesh]
     assert_equals_one_process(UNTIED if "split" in mesh else TIED, setting_of(options, size))
 
 

@@ -29,12 +29,12 @@ class Block(nn.Module):
 
 
 class Base(nn.Module):
-    block: type[nn.Module] = Block
+    Block: type[nn.Module] = Block
 
     def __init__(self):
         super().__init__()
         self.entry = nn.Linear(4, 4)
-        self.layers = nn.ModuleList(type(self).block() for _ in range(4))
+        self.layers = nn.ModuleList(type(self).Block() for _ in range(4))
         self.exit = nn.Linear(4, 4)
 
     def forward(self, x):
@@ -56,7 +56,7 @@ class Masking(Block):
 class MaskFromLayer(Base):
     """Passes a boolean mask from layer to layer."""
 
-    block = Masking
+    Block = Masking
 
     def forward(self, x):
         x, mask = self.entry(x), None
@@ -73,8 +73,6 @@ class DetachedOfLayers(Base):
             x = super().forward(x, mask)
             return x, (x * x).detach()
 
-    block = Block
-
     def forward(self, x):
         x, seen = self.entry(x), []
         for layer in self.layers:
@@ -90,8 +88,6 @@ class FirstInLast(Base):
         def forward(self, x, mask=None):
             return super().forward(x, mask), x.sigmoid()
 
-    block = Block
-
     def forward(self, x):
         x, first = self.entry(x), None
         for index, layer in enumerate(self.layers):
@@ -105,8 +101,6 @@ class FirstInLastDetached(FirstInLast):
         def forward(self, x, mask=None):
             return super().forward(x, mask), x.detach().sigmoid()
 
-    block = Block
-
 
 class Stashed(Base):
     """An early layer leaves a mask in itself, which the exit reads."""
@@ -116,8 +110,6 @@ class Stashed(Base):
             x = super().forward(x, mask)
             self.seen = (x > 0).float()
             return x
-
-    block = Block
 
     def forward(self, x):
         return super().forward(x) * self.layers[0].seen
@@ -139,8 +131,6 @@ class Listed(Base):
             x = super().forward(x)
             noted.append(x.square().mean())
             return x
-
-    block = Block
 
     def forward(self, x):
         x, noted = self.entry(x), []
@@ -171,8 +161,6 @@ class InDict(Base):
     class Block(Block):
         def forward(self, x, mask=None):
             return {"hidden": super().forward(x, mask)}
-
-    block = Block
 
     def step(self, layer, x, _index):
         return layer(x)["hidden"]
@@ -257,7 +245,7 @@ class Adding(Block):
 
 
 class Plain(Base):
-    block = Adding
+    Block = Adding
 
 
 class ClampsLayers(Plain):
@@ -314,12 +302,10 @@ class ChangesADetachedArgument(Plain):
 class LayersChangeInputs(Plain):
     """Its layers add to their inputs in place."""
 
-    class Adding(Adding):
+    class Block(Adding):
         def forward(self, x):
             x += 1
             return super().forward(x)
-
-    block = Adding
 
 
 class InnerLayerChangesInput(Plain):
@@ -327,30 +313,26 @@ class InnerLayerChangesInput(Plain):
 
     def __init__(self):
         super().__init__()
-        self.layers[3] = LayersChangeInputs.Adding()
+        self.layers[3] = LayersChangeInputs.Block()
 
 
 class LayersClampThemselves(Plain):
     """Each layer clamps its own weight."""
 
-    class Adding(Adding):
+    class Block(Adding):
         def forward(self, x, more=None):
             with torch.no_grad():
                 self.linear.weight.clamp_(-0.3, 0.3)
             return super().forward(x, more)
 
-    block = Adding
-
 
 class CountsInAnArgument(Plain):
     """Its layers add to a tensor without a gradient that all of them are given."""
 
-    class Adding(Adding):
+    class Block(Adding):
         def forward(self, x, more=None):
             more += x.detach().mean(-1, keepdim=True)
             return super().forward(x, more.clone())
-
-    block = Adding
 
     def forward(self, x):
         x = self.entry(x)
