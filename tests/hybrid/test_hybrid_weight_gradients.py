@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import Counter
 from functools import partial
 
@@ -125,14 +124,6 @@ def test_no_gradient_is_deferred_outside_of_a_microbatch(source):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_frozen_parameters_get_no_gradient(source):
-    model = Layers()
-    model.up.weight.requires_grad_(False)
-    model.down.bias.requires_grad_(False)
-    backward_in_two(SplitBackward(model), lambda: model(source).sum())
-    assert {key for key, each in model.named_parameters() if each.grad is None} == {"up.weight", "down.bias"}
-
-
 def test_a_tensor_hook_sees_the_sum_of_all_uses_once(source):
     model, whole = Layers(), Layers()
     seen: list = [[], []]
@@ -199,35 +190,6 @@ def test_a_weight_with_another_use_is_no_longer_deferred(source):
     assert fired["up.weight"] in (3, 4)
     for key, parameter in whole.named_parameters():
         torch.testing.assert_close(model.get_parameter(key).grad, parameter.grad)
-
-
-class Probe(torch.autograd.Function):
-    """Keeps a tensor for backward and tells whether it is still there."""
-
-    @staticmethod
-    def forward(ctx, x, kept):
-        saved = x.clone()
-        kept.append(weakref.ref(saved))
-        ctx.save_for_backward(saved)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        assert ctx.saved_tensors
-        return gradient, None
-
-
-def test_unneeded_activations_are_freed_after_the_input_backward(source):
-    model, kept = Layers(), []
-    split = SplitBackward(model)
-    pending = split.begin(0)
-    with split.using(pending):
-        loss = Probe.apply(model(source), kept).sum()
-        assert kept[0]() is not None
-        with pending.opened():
-            loss.backward()
-    assert kept[0]() is None
-    assert pending.accepted
 
 
 def test_no_product_is_computed_twice(source):
