@@ -96,14 +96,14 @@ def freed_at_once() -> Iterator[None]:
 
 def boost(settings: dict[str, int], folder: Path | None) -> tuple[int, int, int]:
     """Return the peak of boosting a model, what was read for it, and what of it is here, in bytes."""
-    from transformers import AutoModelForCausalLM
+    from transformers import LlamaForCausalLM
 
     booster = Booster(plugin=HybridParallelPlugin(**OPTIONS))
     DistCoordinator().block_all(name="everybody is ready", timeout_seconds=60)
     # Pages of the model's file, which is mapped, are no memory of the model's; how many are there, the kernel decides.
     with freed_at_once(), peak_memory(maps_files=folder is not None) as memory, counted_reads() as counts:
         with LazyInitContext() as context:
-            model = make_llama(settings) if folder is None else AutoModelForCausalLM.from_pretrained(folder)
+            model = make_llama(settings) if folder is None else LlamaForCausalLM.from_pretrained(folder)
         boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     assert context.run_eagerly == {}
     if folder is not None:
