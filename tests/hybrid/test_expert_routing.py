@@ -108,15 +108,6 @@ def test_rows_are_sent_in_the_order_of_experts_and_of_tokens_within():
     assert bounds_of(counts.tolist(), 2) == (0, 2, 6)
 
 
-def test_choices_of_no_expert_are_not_sent_and_count_as_zero():
-    index = torch.tensor([[4, 0], [4, 4]])
-    (route,) = routes_of([index], 4)
-    assert route.sent == (0, 1)
-    assert route.slots.tolist() == [1]
-    placed = route.place(torch.ones(1, WIDTH), 2)
-    assert placed.sum(-1).tolist() == [[0, WIDTH], [0, 0]]
-
-
 def test_taking_rows_and_adding_slots_up_are_each_others_transpose():
     generator = torch.Generator().manual_seed(3)
     index = torch.randint(5, (6, 2), generator=generator)  # some choose none

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from booster_core.errors import AbsentValueError, BoosterError, ConfigError
+from booster_core.errors import AbsentValueError, BoosterError
 from booster_hybrid.pipeline.absent import is_absent, is_in_trial
 
 WIDTH = 5
@@ -446,76 +446,3 @@ def test_a_criterion_that_reads_what_other_stages_have_raises(of_model):
     plan, staged = cut(made(), batches(1)[0])
     with pytest.raises(BoosterError, match="which another pipeline stage has"):
         run(plan, staged, batches(1), lambda outputs, batch: criterion(outputs, batch) + of_model(staged[-1].model))
-
-
-def test_default_dtype():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        compare(
-            made("of_form", "between", "residual"),
-            given=[{"x": each["x"].double()} for each in batches()],
-            example={"x": torch.ones(2, WIDTH)},
-        )
-    finally:
-        torch.set_default_dtype(before)
-
-
-class Turning(Layer):
-    """Returns the sequences of its argument with positions and width exchanged, twice as one."""
-
-    def forward(self, x, mask=None):
-        return super().forward(x).transpose(1, 2)
-
-
-def test_a_layer_whose_output_was_like_its_argument_by_chance_raises():
-    torch.manual_seed(3)
-    model = made()
-    model.layers = nn.ModuleList(Turning() for _ in range(4))
-    model.entry.forward = lambda x: (x, x)
-    square, long = torch.ones(2, WIDTH, WIDTH), torch.ones(2, WIDTH + 1, WIDTH)
-    _, staged = parts(model, {"x": square})
-    with (
-        pytest.raises(ConfigError, match=r"Layer 'layers.0' returned a tensor of shape \(2, 5, 6\).* \(2, 6, 5\) now"),
-        staged[0].activated(0, {}),
-    ):
-        staged[0].run({"x": long})
-
-
-class Watched(Layer):
-    """Has a part whose outputs are collected by hooks, as routers' are."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 2)
-
-    def forward(self, x, mask=None):
-        return super().forward(x) * self.router(x).softmax(-1)[..., :1]
-
-
-class Collecting(Generated):
-    """Adds a loss over the routers of all layers where it is asked for, by hooks that it makes then."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Watched() for _ in range(4))
-
-    def forward(self, x, balances=False):
-        seen, handles = [], []
-        if balances:
-            handles = [each.router.register_forward_hook(lambda _, __, out: seen.append(out)) for each in self.layers]
-        hidden, _ = self.entry(x)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        for handle in handles:
-            handle.remove()
-        return {"out": self.exit(hidden), "balance": sum(each.softmax(-1).square().mean() for each in seen)}
-
-
-def test_routers_that_are_watched_later_than_in_the_example_raise():
-    torch.manual_seed(3)
-    plan, staged = parts(Collecting())
-    ((outputs, _),), _ = run(plan, staged, batches(1, balances=True), criterion)
-    assert is_absent(outputs["balance"])
-    with pytest.raises(AbsentValueError, match=r"layer 'layers\.0'"):
-        run(plan, staged, batches(1, balances=True), lambda out, batch: criterion(out, batch) + out["balance"])

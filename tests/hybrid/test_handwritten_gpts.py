@@ -5,23 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 from cases import Case, Setting, assert_equals_one_process
-from handwritten_gpts import MODELS, Config, policy
+from handwritten_gpts import MODELS, Config, batch, loss_of, policy
 from ranked import raises_on_ranks
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-
-
-def batch(number, replica):
-    ids = torch.randint(66, (4, 17), generator=torch.Generator().manual_seed(10 * number + replica))
-    return {"idx": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
-
-
-def loss_of(outputs, _batch):
-    return outputs[1]
 
 
 def seeded(name):

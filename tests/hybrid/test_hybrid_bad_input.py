@@ -11,8 +11,8 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_hybrid import HybridParallelPlugin, ShardingPolicy
-from booster_testing import expect_on_ranks
+from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_testing import expect_on_ranks, run_on_ranks
 
 NAME = "transformers/llama"
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
@@ -62,37 +62,48 @@ def test_ranks_with_different_policies_are_named():
     boost({**options, "custom_policy": ShardingPolicy(layers=(name,))}, Custom())
 
 
-def own_loss(outputs, _):
-    return outputs.loss
+class Told(nn.Module):
+    """A layer that needs more than hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, scale):
+        return x + self.down(self.up(x * scale["all"]))
 
 
-def execute(batch, options):
-    booster, model, optimizer = boost({"pp_size": 2, **options})
-    return booster.execute_pipeline(iter([batch]), model, own_loss, optimizer)
+class Telling(Custom):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Told() for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, {"all": torch.tensor(2.0)})
+        return x
 
 
-def tokens(samples):
-    return torch.zeros(samples, 4, dtype=torch.int64)
+def boost_unseen(options):
+    rules = (ModuleRule("blocks.*.up", Style.COLUMN), ModuleRule("blocks.*.down", Style.ROW))
+    policy = ShardingPolicy(rules, layers=("blocks",))
+    booster, *_ = boost({"tp_size": 2, "custom_policy": policy, **options}, Telling())
+    return booster.plugin.describe()["unchecked_layers"]
 
 
-@pytest.mark.parametrize(
-    ("batch", "options", "message"),
-    [
-        pytest.param(
-            {"input_ids": tokens(4), "labels": tokens(3)},
-            {},
-            r"must have one entry per sample .*\['input_ids'\] \(4, 4\)",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"input_ids": None}, {}, "must have one entry per sample .* got `dict`", marks=pytest.mark.slow),
-        pytest.param(
-            {"input_ids": tokens(1), "labels": tokens(1)},
-            {},
-            r"batch of 1 sample\(s\) can't be split into `num_micro",
-            marks=pytest.mark.slow,
-        ),
-        ({"input_ids": tokens(2)}, {"num_microbatches": 3}, r"batch of 2 sample\(s\) can't be .*num_microbatches=3`"),
-    ],
-)
-def test_a_batch_that_cannot_be_split_raises_on_every_rank(batch, options, message):
-    expect_on_ranks(ConfigError, message, execute, 2, batch, options)
+def test_what_no_batch_shows_raises_unless_it_is_allowed_or_an_example_is_given():
+    message = r"could not be checked whether 'blocks\.0' of Telling .*\(1 more.*no batch showed.*unchecked='allow'`"
+    expect_on_ranks(ConfigError, message, boost_unseen, 2, {})
+    for unchecked in run_on_ranks(boost_unseen, 2, {"unchecked": "allow"}):
+        assert list(unchecked) == ["blocks.0", "blocks.1"]
+    assert run_on_ranks(boost_unseen, 2, {"example_batch": torch.zeros(2, 3, 4)}) == [{}, {}]
+
+
+def execute(samples):
+    booster, model, optimizer = boost({"pp_size": 2, "num_microbatches": 3})
+    batch = {"input_ids": torch.zeros(samples, 4, dtype=torch.int64)}
+    return booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+
+
+def test_a_batch_that_cannot_be_split_raises_on_every_rank():
+    expect_on_ranks(ConfigError, r"batch of 2 sample\(s\) can't be .*num_microbatches=3`", execute, 2, 2)

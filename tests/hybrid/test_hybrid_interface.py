@@ -44,18 +44,13 @@ def test_one_mesh_can_be_said_in_three_ways():
     [
         ({"tp_size": 0}, "`tp_size=0` must be at least 1, which leaves that axis out"),
         ({"pp_size": -1}, "`pp_size=-1` must be at least 1"),
-        ({"sp_size": 0}, "`sp_size=0` must be at least 1"),
         ({"ep_size": 0}, "`ep_size=0` must be at least 1"),
         ({"mesh_order": ("dp", "tp")}, r"`mesh_order=\('dp', 'tp'\)` must name each of 'dp', 'pp', 'sp', 'tp' once"),
-        ({"mesh_order": ("dp", "pp", "tp", "tp")}, "must name each of"),
-        ({"mesh_order": ("dp", "pp", "sp", "ep")}, "must name each of"),
         ({"pp_size": 2, "num_microbatches": 2, "microbatch_size": 4}, "two answers to one question"),
         ({"pp_size": 2, "microbatch_size": 0}, "`microbatch_size=0` must be at least 1"),
         ({"num_microbatches": 2}, "`num_microbatches=2` is about a pipeline, and `pp_size=1` makes none"),
-        ({"microbatch_size": 2}, "`microbatch_size=2` is about a pipeline"),
         ({"num_layers_per_stage": [2]}, r"`num_layers_per_stage=\(2,\)` is about a pipeline"),
         ({"num_model_chunks": 2, "pp_style": "interleaved"}, "`num_model_chunks=2` is about a pipeline"),
-        ({"num_model_chunks": 1}, "`num_model_chunks=1` is about a pipeline"),
         ({"pp_style": "gpipe"}, "`pp_style='gpipe'` is about a pipeline"),
         ({"example_batch": [1]}, "`example_batch` is for finding the layers of a pipeline, and `pp_size=1` makes none"),
         ({"pipeline_record": "out"}, "`pipeline_record` writes down the work of a pipeline, and `pp_size=1`"),
@@ -96,29 +91,15 @@ def test_one_mesh_can_be_said_in_three_ways():
         ({"zero": ZeroConfig(replica_size=2)}, r"`zero=ZeroConfig\(replica_size=2\)`: all data parallel ranks share"),
         ({"loss_scale": LossScaleConfig()}, "`loss_scale` is about fp16"),
         ({"precision": "bf16", "loss_scale": LossScaleConfig()}, "fp16"),
-    ],
-)
-def test_a_wrong_option_is_refused_at_once(options, message):
-    with pytest.raises(ConfigError, match=message):
-        HybridParallelPlugin(**options)
-
-
-def test_a_wrong_precision_is_refused_at_once():
-    with pytest.raises(ConfigError, match="Unknown precision 'int4'"):
-        HybridParallelPlugin(precision="int4")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+        ({"precision": "int4"}, "Unknown precision 'int4'"),
         ({"ddp": {"bucket_bytes": 4}}, "`ddp` is a `DataParallelConfig`; got `dict`"),
         ({"zero": 1}, "`zero` is a `ZeroConfig`; got `int`"),
         ({"pp_size": 2, "split_batch": 3}, "got `int`"),
         ({"config": {"tp_size": 2}}, "`config` is a `HybridConfig`; got `dict`"),
     ],
 )
-def test_an_option_of_another_type_is_refused_at_once(options, message):
-    with pytest.raises(TypeError, match=message):
+def test_a_wrong_option_is_refused_at_once(options, message):
+    with pytest.raises(TypeError if "got `" in message else ConfigError, match=message):
         HybridParallelPlugin(**options)
 
 

@@ -54,30 +54,6 @@ class Returned(Towered):
         return self.head(x) + start
 
 
-class Shared(Towered):
-    """The head has the tower's parameters, so that the last stage has them too: but it does not need its output."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = Tower(8)
-        self.head.first, self.head.second = self.tower.first, self.tower.second
-
-
-class Between(Towered):
-    """A second tower between layers of the first stage."""
-
-    def __init__(self):
-        super().__init__()
-        self.middle = Tower(8)
-
-    def forward(self, x):
-        x = self.tower(x)
-        for index, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
-            x = self.middle(x) if index == 0 else x
-        return self.head(x)
-
-
 class Remembering(Towered):
     """The tower leaves a value in itself that the head reads, so that it runs everywhere, without its products."""
 
@@ -92,30 +68,6 @@ class Remembering(Towered):
 
     def forward(self, x):
         return super().forward(x) * self.tower.mean
-
-
-class Notes:
-    """What a module leaves for others."""
-
-
-class Telling(Towered):
-    """The tower leaves a value in its argument that the head reads, so that it runs everywhere as well."""
-
-    class Tower(Tower):
-        def forward(self, x, notes):
-            notes.mean = x.mean(-1, keepdim=True)
-            return super().forward(x)
-
-    def __init__(self):
-        super().__init__()
-        self.tower = self.Tower(8)
-
-    def forward(self, x):
-        notes = Notes()
-        x = self.tower(x, notes)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x) * notes.mean
 
 
 def in_fp64(kind):
@@ -140,11 +92,8 @@ def operations(booster, model, _optimizer):
         (Towered, {}, 0.0),
         (Towered, {"pp_style": "zbv"}, 0.0),
         (Returned, {}, 0.0),
-        (Between, {}, 0.0),
-        (Shared, {}, 0.44),  # the tower's two products on the last stage, where nothing tells that they are not used
         # Torch counts the tower's product of tensors without values, which is not computed.
         (Remembering, {}, 0.76),
-        (Telling, {}, 0.76),
     ],
 )
 def test_work_outside_of_the_layers_is_done_once(kind, options, more):

@@ -6,8 +6,6 @@ import pytest
 from torch import nn
 
 from booster_hybrid.modules import ModuleNames
-from booster_hybrid.policy.base import Style
-from booster_hybrid.policy.find import policy_for
 from booster_testing.models import tiny_llama
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
@@ -79,10 +77,3 @@ def test_user_modules_named_like_adapters_are_kept():
     names = ModuleNames(model)
     assert set(names.modules) == {"", "lora_A", "modules_to_save", "modules_to_save.up"}
     assert names.in_rules("modules_to_save.up") == "modules_to_save.up"
-
-
-def test_the_policy_of_a_model_is_that_of_the_one_inside_of_its_adapters():
-    with_adapters, plain = policy_for(adapted()), policy_for(tiny_llama())
-    assert with_adapters == plain
-    styles = [(rule.pattern, rule.style) for rule in with_adapters.rules]
-    assert {("model.embed_tokens", Style.VOCABULARY), ("lm_head", Style.HEAD)} <= set(styles)

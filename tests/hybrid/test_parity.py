@@ -94,10 +94,15 @@ def test_stages_of_a_pipeline_split_sequences_too(mode, name):
     assert_parity(name, mode, pp_size=2)
 
 
-@matrix(["tp2-heads/llama_classification", "all_to_all-transformers/gpt2_lm"], 1, mesh=["tp2", *MODES], name=NAMES)
+@matrix(
+    ["tp2-heads/llama_classification", "all_to_all-transformers/gpt2_lm", "pp2-heads/llama_lm"],
+    1,
+    mesh=["tp2", "pp2", *MODES],
+    name=NAMES,
+)
 def test_bf16_is_as_near_to_fp32_as_one_process(mesh, name):
-    _, options = {**PLAIN, **SEQUENCES}[mesh]
-    if mesh == "tp2" or not (name in WITHOUT_SEQUENCES or is_refused(name, options)):
+    options = {"tp2": TENSOR, "pp2": {"pp_size": 2}, **MODES}[mesh]
+    if mesh in ("tp2", "pp2") or not (name in WITHOUT_SEQUENCES or is_refused(name, options)):
         assert_near_fp32(zoo_case(name), parity_setting(name, options, 2, "bf16"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kept_activations import Keep, Kept, Layers
+from matrix import matrix
 from model_zoo import get_model
 from ranked import raises_on_ranks
 from torch import nn
@@ -52,9 +53,7 @@ def train(options):
     return {key: full_gradient(booster, model, key) for key in booster.plugin.parameter_paths(model)}, kept.peak
 
 
-@pytest.mark.parametrize(
-    "style", [pytest.param("1f1b", marks=pytest.mark.slow), pytest.param("interleaved", marks=pytest.mark.slow), "zbv"]
-)
+@matrix(["zbv"], style=["1f1b", "interleaved", "zbv"])
 def test_gradients_are_the_same_bits_with_dropout(style):
     plain, recomputed = (
         [gradients for gradients, _ in run_on_ranks(train, 2, {"pp_style": style, **options})]
@@ -69,12 +68,10 @@ def test_gradients_are_the_same_bits_with_dropout(style):
 @pytest.mark.parametrize(
     ("ratio", "expected"),
     [
-        # Two microbatches live on the first rank, one on the second, with four layers each.
-        pytest.param(None, [8, 4], marks=pytest.mark.slow),
+        # Of two microbatches that live on the first rank, and one on the second, with four layers each.
         (0.5, [4, 2]),
         # Of what is recomputed, one layer's is there at a time.
         pytest.param(1.0, [1, 1], marks=pytest.mark.slow),
-        pytest.param((0.5, 0.0), [4, 4], marks=pytest.mark.slow),
         # Rounded up: two layers of the first stage, one of the second.
         pytest.param((0.3, 0.1), [4, 3], marks=pytest.mark.slow),
     ],

@@ -130,12 +130,12 @@ def masked_inside(outputs, batch):
     return functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
 
-def train(criterion, weight=None):
+def train(criterion, weight=None, batch=None):
     booster = setting().make_booster()
     torch.manual_seed(0)
     model = Tagger()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return train_batch(booster, iter([tags(0, 0)]), model, criterion, optimizer, weight=weight).item()
+    return train_batch(booster, iter([batch or tags(0, 0)]), model, criterion, optimizer, weight=weight).item()
 
 
 def test_labels_that_are_made_in_the_criterion_raise_or_are_weighed():
@@ -145,6 +145,18 @@ def test_labels_that_are_made_in_the_criterion_raise_or_are_weighed():
     expected = masked_inside(Tagger()(batch["input_ids"]), batch).item()
     weight = counted
     assert run_on_ranks(train, 2, masked_inside, weight) == pytest.approx([expected] * 2)
+
+
+def of_vectors(outputs, batch):
+    return ((outputs.mean((1, 2)) - batch["targets"]).square() * batch["weights"]).mean()
+
+
+def test_vectors_that_the_criterion_alone_takes_are_cut_into_microbatches():
+    weights = torch.linspace(1.0, 2.0, SAMPLES).double()
+    batch = {**without_labels(0, 0), "targets": weights.square(), "weights": weights}
+    torch.manual_seed(0)
+    expected = of_vectors(Tagger()(batch["input_ids"]), batch).item()
+    assert run_on_ranks(train, 2, of_vectors, None, batch) == pytest.approx([expected] * 2)
 
 
 def counted(batch):

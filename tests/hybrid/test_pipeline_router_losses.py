@@ -50,10 +50,7 @@ def test_all_routers_are_balanced(num_ranks, options):
     assert_parity("mixtral", ROUTED, options, num_ranks)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("llama", marks=pytest.mark.slow), "gpt2_lm", pytest.param("bert_masked_lm", marks=pytest.mark.slow)],
-)
+@matrix(["gpt2_lm"], name=["llama", "gpt2_lm", "bert_masked_lm"])
 def test_hidden_states_of_all_layers_arrive(name):
     assert_parity(name, STATES, {"pp_size": 4}, 4, loss=of_hidden_states, outputs=True)
 
@@ -98,10 +95,12 @@ def samples(number, replica):
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(2 + 10 * number + replica))
 
 
+OF_LAYERS = {"pp_size": 2, "custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": samples(0, 0)[:2]}
+
+
 def test_what_hooks_have_seen_of_a_layer_that_fails_without_values_counts_once():
-    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": samples(0, 0)[:2]}
-    setting = Setting(HybridParallelPlugin, {"pp_size": 2, **example})
-    assert_equals_one_process(Case(build=Told, batch=samples, loss=itself, steps=2), setting)
+    case = Case(build=Told, batch=samples, loss=itself, steps=2)
+    assert_equals_one_process(case, Setting(HybridParallelPlugin, OF_LAYERS))
 
 
 def widen(_router, _args, output):
@@ -134,9 +133,8 @@ class WidenedLayer(torch.nn.Module):
 
 
 def test_hooks_may_change_what_modules_inside_of_layers_return():
-    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": samples(0, 0)[:2]}
-    setting = Setting(HybridParallelPlugin, {"pp_size": 2, **example})
-    assert_equals_one_process(Case(build=Widened, batch=samples, loss=itself, steps=2), setting)
+    case = Case(build=Widened, batch=samples, loss=itself, steps=2)
+    assert_equals_one_process(case, Setting(HybridParallelPlugin, OF_LAYERS))
 
 
 class Attach(torch.autograd.Function):
@@ -184,7 +182,6 @@ class AttachingLayer(torch.nn.Module):
     stage=[0, 1, 2, 3],
 )
 def test_what_joins_backward_without_the_loss_counts_once(style, stage):
-    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": samples(0, 0)[:2]}
-    options = {"pp_size": 2, "num_microbatches": 4, "zero_stage": stage, **style, **example}
+    options = {**OF_LAYERS, "num_microbatches": 4, "zero_stage": stage, **style}
     case = Case(build=Attaching, batch=samples, loss=itself, steps=2, micro_batches=2)
     assert_equals_one_process(case, Setting(HybridParallelPlugin, options))

@@ -95,22 +95,3 @@ def test_one_message_is_in_flight_at_a_time():
     assert run_on_ranks(exchanged, 2, [{"x": 4}] * 8)[1] == 4 * 3
     # A larger one after a smaller one takes the room of both until it has come.
     assert run_on_ranks(exchanged, 2, [{"x": 4}] * 3 + [{"x": 8}])[1] == (4 + 8) * 3
-
-
-def kinds():
-    """Send forward and backward messages of different shapes by turns, as the schedules with several chunks do."""
-    pair = link()
-    for number in range(6):
-        for kind, length in (("forward", 5), ("backward", 7)):
-            if dist.get_rank() == 0:
-                pair.send(tensors({"x": length}, number), 1, kind)
-            else:
-                pair.expect(0, kind)
-                received = pair.receive(0)
-                assert torch.equal(received["x"], tensors({"x": length}, number)["x"])
-    pair.finish()
-    return pair.peak
-
-
-def test_each_kind_of_message_has_its_own_usual_shapes():
-    assert run_on_ranks(kinds, 2)[1] == 7 * 3

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import sys
 import threading
-import time
 import types
 
 import numpy as np
 import pytest
 import torch
-from rank_sums import Summed
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -143,8 +139,12 @@ def picture(model):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_right_rules_pass(size):
-    assert check(Model(), RIGHT.values(), size) == {}
+def test_right_rules_pass_and_are_undone(size):
+    model = Model()
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+    before = picture(model)
+    assert check(model, RIGHT.values(), size) == {}
+    assert picture(model) == before
 
 
 WRONG = {
@@ -171,12 +171,13 @@ def test_wrong_rules_are_found_and_undone(name):
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-def test_right_rules_are_undone():
+def test_zeros_hide_no_wrong_rule():
     model = Model()
-    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
-    before = picture(model)
-    check(model, RIGHT.values())
-    assert picture(model) == before
+    for block in model.blocks:
+        nn.init.zeros_(block.attention.out.weight)
+        nn.init.zeros_(block.mlp.down.weight)
+    with pytest.raises(ConfigError, match=r"layer 'blocks\.0'.*by up to.*'blocks\.0\.mlp\.up'.*`num_blocks=2`"):
+        check(model, WRONG["gate and up"])
 
 
 class Slotted:
@@ -227,11 +228,9 @@ def defaulted(value):
         Hidden,
         closed_over,
         defaulted,
-        lambda value: Called(functools.partial(bool, value)),
-        lambda value: Called(Slotted(value).__bool__),
         np.array,
     ],
-    ids=["plain", "slots", "hidden", "closure", "default", "partial", "method", "numpy"],
+    ids=["plain", "slots", "hidden", "closure", "default", "numpy"],
 )
 def test_layers_that_differ_by_an_attribute_are_all_checked(switch):
     model = Model(blocks=[Block(switch(False)), Block(switch(True))])
@@ -359,19 +358,6 @@ def test_layers_split_in_pairs_are_checked_together():
         check_pair(nn.Softmax(-1))
 
 
-def test_25_million_parameters_take_less_than_a_second():
-    model = nn.Sequential(*(Gated(width=512) for _ in range(16)))
-    assert sum(each.numel() for each in model.parameters()) > 25e6
-    gc.collect()
-    gc.freeze()  # a collection, which the check ends with, takes as long as the tests before have left objects
-    try:
-        start = time.thread_time()  # other threads of this process are no part of the check
-        assert check_policy(model, ShardingPolicy(IN_SEQUENCE), 4, CPU).unchecked == {}
-        assert time.thread_time() - start < 1
-    finally:
-        gc.unfreeze()
-
-
 def test_a_rule_that_no_call_reaches_is_named():
     class Idle(Model):
         def forward(self, ids):
@@ -417,15 +403,6 @@ def test_ranks_that_call_different_collectives_are_told():
 
     with pytest.raises(ConfigError, match="different collectives"):
         on_ranks(2, run)
-
-
-def test_ranks_within_a_process_meet_in_backward():
-    def run(rank):
-        value = torch.tensor(1.0 + rank.rank, requires_grad=True)
-        (Summed.apply(value, rank) * (rank.rank + 1)).backward()
-        return value.grad.item()
-
-    assert on_ranks(3, run) == [6.0] * 3
 
 
 def test_each_rank_within_a_process_finds_what_it_has_changed():

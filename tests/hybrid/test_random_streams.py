@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from booster_hybrid.random_streams import Stream, mixed_seed
+from booster_hybrid.random_streams import Stream
 
 HOST = torch.device("cpu")
 
@@ -31,27 +31,6 @@ def on_each(function, num_ranks=3):
 
 def are_alike(states):
     return all(torch.equal(state, states[0]) for state in states)
-
-
-def apart(rank):
-    stream = Stream(rank)
-    stream.enter(HOST)
-    value = drawn()
-    stream.leave()
-    return value
-
-
-def test_ranks_draw_apart_inside_and_alike_afterwards():
-    values, states = on_each(apart)
-    assert len({*values}) == len(values)
-    assert are_alike(states)
-    torch.manual_seed(4)
-    assert not torch.equal(states[0], torch.get_rng_state())
-
-
-def test_each_region_draws_other_numbers():
-    values, _ = on_each(lambda rank: [apart(rank) for _ in range(3)])
-    assert len({value for each in values for value in each}) == 9
 
 
 @pytest.mark.parametrize("is_counted", [False, True])
@@ -85,19 +64,6 @@ def test_ranks_draw_alike_in_a_pause_and_apart_before_and_after_it():
     assert len({*alike}) == 1
     assert len({*before, *after, *alike}) == 7
     assert are_alike(states)
-
-
-def test_a_pause_outside_of_a_stream_does_nothing():
-    def idle(rank):
-        stream = Stream(rank)
-        stream.pause()
-        stream.resume()
-        return stream.is_current
-
-    values, states = on_each(idle)
-    assert values == [False] * 3
-    torch.manual_seed(4)
-    assert are_alike([torch.get_rng_state(), *states])
 
 
 def test_streams_of_two_axes_differ_inside_of_each_other():
@@ -134,7 +100,3 @@ def test_a_stream_is_entered_again_where_a_generator_was_restored():
     stream.enter(HOST)
     assert stream.is_current
     assert drawn() == first
-
-
-def test_seeds_of_streams_differ():
-    assert len({mixed_seed(number, stream) for number in range(100) for stream in range(100)}) == 10_000

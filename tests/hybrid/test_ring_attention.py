@@ -1,4 +1,4 @@
-"""Partial results of ring attention, put together, are attention over the whole sequence: forward and backward."""
+"""Parts of a sequence that attend by a ring, or by exchanging heads, put together, are attention over the whole one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from defined_attention import attention_as_defined
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thread_ranks import on_threads
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from booster_hybrid.mesh import RankGroup
 from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 from booster_hybrid.sequence_parallel.kernels import ExplicitScores, FusedKernel
-from booster_hybrid.sequence_parallel.mask import Visibility
+from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
+from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
 from booster_runtime import collectives
 
 SIZE, VALUE_SIZE = 4, 3
@@ -28,13 +30,15 @@ CASES = st.fixed_dictionaries(
         "zigzag": st.booleans(),
         "heads": st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
         "batch": st.integers(1, 2),
-        "mask": st.sampled_from(["none", "causal", "bool", "packed", "added", "heads"]),
+        "value_size": st.sampled_from([VALUE_SIZE, SIZE]),
+        "mask": st.sampled_from(["none", "causal", "bool", "packed", "rules", "added", "heads"]),
         "tile": st.sampled_from([1, 2, 3, 512]),
         "bias": st.none() | st.tuples(st.booleans(), st.booleans()),
         "trains_bias": st.booleans(),
         "sinks": st.booleans(),
         "softcap": st.none() | st.just(0.5),
         "scaling": st.none() | st.just(0.3),
+        "exchanges_heads": st.booleans(),
     }
 )
 
@@ -46,6 +50,7 @@ PLAIN = {
     "zigzag": False,
     "heads": (2, 1),
     "batch": 2,
+    "value_size": VALUE_SIZE,
     "mask": "none",
     "tile": 2,
     "bias": None,
@@ -53,6 +58,7 @@ PLAIN = {
     "sinks": False,
     "softcap": None,
     "scaling": None,
+    "exchanges_heads": False,
 }
 
 
@@ -77,7 +83,7 @@ def exchange_between_threads(monkeypatch):
 
 
 def make(case):
-    """Return the whole query, key, value, bias and sinks, what weighs the outputs, and the mask."""
+    """Return the whole query, key, value, bias and sinks, what weighs the outputs, and the mask, twice: as given."""
     generator = torch.Generator().manual_seed(case["length"])
     heads, key_heads = case["heads"]
     batch, length, key_length = case["batch"], case["length"], case["key_length"] or case["length"]
@@ -86,24 +92,44 @@ def make(case):
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
     query, key = draw(batch, heads, length, SIZE), draw(batch, key_heads, key_length, SIZE)
-    value, weights = draw(batch, key_heads, key_length, VALUE_SIZE), draw(batch, heads, length, VALUE_SIZE)
+    value = draw(batch, key_heads, key_length, case["value_size"])
+    weights = draw(batch, heads, length, case["value_size"])
     bias = None
     if case["bias"] is not None:
         bias = draw(batch if case["bias"][0] else 1, heads if case["bias"][1] else 1, length, key_length)
-    mask = None
+    mask = given = None
     if case["mask"] == "bool":  # some queries see nothing at all
         mask = draw(batch, 1, length, key_length) > 0.3
-    if case["mask"] == "packed":  # causal documents whose ends, and whose padding, differ between samples
+    if case["mask"] in ("packed", "rules"):  # causal documents whose ends, and whose padding, differ between samples
         documents = (draw(batch, key_length) > 0.5).cumsum(1)
         sees = documents[:, None, :length, None] == documents[:, None, None, :]
         mask = sees & torch.ones(length, key_length, dtype=torch.bool).tril_()
         for sample in range(batch):
             mask[sample, ..., key_length - sample :] = False
+        if case["mask"] == "rules":
+            padding = torch.arange(key_length) < key_length - torch.arange(batch)[:, None]
+            rule = and_masks(causal_mask_function, packed_sequence_mask_function(documents))
+            given = SequenceMask(batch, length, key_length, rule, padding, {})
     if case["mask"] == "heads":  # each sees something else
         mask = draw(batch, heads, length, key_length) > 0.3
     if case["mask"] == "added":
         mask = draw(batch, 1, length, key_length)
-    return query, key, value, bias, draw(heads) if case["sinks"] else None, weights, mask
+    sinks = draw(heads) if case["sinks"] else None
+    return query, key, value, bias, sinks, weights, mask, mask if given is None else given
+
+
+def part_of_bias(case, bias, layout, rank):
+    """Return what a rank has of a bias: its heads over all positions, or its positions of all heads."""
+    if not case["exchanges_heads"]:
+        return layout.take(bias, 2, rank)
+    return bias.chunk(case["num_ranks"], 1)[rank] if bias.shape[1] > 1 else bias
+
+
+def whole_bias(case, parts, layout):
+    """Put together gradients of what `part_of_bias` returns."""
+    if not case["exchanges_heads"]:
+        return layout.put_together(parts, 2)
+    return torch.cat(parts, 1) if case["bias"][1] else sum(parts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,10 +145,20 @@ def make(case):
 @example({**PLAIN, "num_ranks": 6, "length": 13, "key_length": 7, "mask": "added"})
 @example({**PLAIN, "heads": (4, 2), "bias": (True, True), "trains_bias": True, "sinks": True})
 @example({**PLAIN, "heads": (3, 3), "num_ranks": 4, "mask": "heads", "zigzag": True})
+# Heads of which ranks share keys, or have one each; torch's own kernel, and masks by rules.
+@example({**PLAIN, "heads": (2, 1), "bias": (True, True), "trains_bias": True, "sinks": True, "exchanges_heads": True})
+@example({**PLAIN, "heads": (3, 3), "num_ranks": 4, "mask": "heads", "exchanges_heads": True})
+@example({**PLAIN, "value_size": SIZE, "mask": "causal", "exchanges_heads": True})
+@example({**PLAIN, "key_length": 5, "bias": (False, False), "trains_bias": True, "exchanges_heads": True})
+@example({**PLAIN, "mask": "rules", "exchanges_heads": True})
+@example({**PLAIN, "mask": "rules", "zigzag": True})
 def test_parts_put_together_are_attention_over_the_whole(case):
-    if case["mask"] in ("causal", "packed"):
+    size, exchanges = case["num_ranks"], case["exchanges_heads"]
+    if case["mask"] in ("causal", "packed", "rules"):
         case = {**case, "key_length": None}
-    *whole, weights, mask = make(case)
+    if exchanges:
+        case = {**case, "heads": (case["heads"][0] * size, case["heads"][1])}
+    *whole, weights, mask, given = make(case)
     whole = [None if each is None else each.requires_grad_() for each in whole]
     if whole[3] is not None:
         whole[3].requires_grad_(case["trains_bias"])
@@ -130,19 +166,17 @@ def test_parts_put_together_are_attention_over_the_whole(case):
     asked = {name: case[name] for name in ("scaling", "softcap")}
     expected = attention_as_defined(*whole[:3], bias=whole[3], mask=seen, sinks=whole[4], **asked)
     (expected * weights).sum().backward()
-    size, key_length = case["num_ranks"], case["key_length"]
+    key_length = case["key_length"]
     layout = SequenceLayout(case["length"], size, zigzag=case["zigzag"])
     key_layout = layout if key_length is None else SequenceLayout(key_length, size, zigzag=case["zigzag"])
-    layouts = [layout, key_layout, key_layout, layout]
-    visibility = Visibility(mask, is_causal=case["mask"] == "causal")
+    layouts = [layout, key_layout, key_layout]
+    visibility = Visibility(given, is_causal=case["mask"] == "causal")
 
     def attend(group):
-        local = [
-            None
-            if each is None
-            else place.take(each.detach(), 2, group.rank).clone().requires_grad_(each.requires_grad)
-            for each, place in zip(whole[:4], layouts, strict=True)
-        ]
+        local = [place.take(each.detach(), 2, group.rank) for each, place in zip(whole[:3], layouts, strict=True)]
+        local = [each.clone().requires_grad_() for each in local]
+        bias = None if whole[3] is None else part_of_bias(case, whole[3].detach(), layout, group.rank).clone()
+        local.append(None if bias is None else bias.requires_grad_(case["trains_bias"]))
         sinks = None if whole[4] is None else whole[4].detach().clone().requires_grad_()
         call = AttentionCall(
             visibility,
@@ -154,16 +188,17 @@ def test_parts_put_together_are_attention_over_the_whole(case):
             softcap=case["softcap"],
             scaling=case["scaling"],
         )
-        found = ring_attention(*local[:3], call)
+        found = (all_to_all_attention if exchanges else ring_attention)(*local[:3], call)
         (found * layout.take(weights, 2, group.rank)).sum().backward()
         return [found.detach(), *(None if each is None else each.grad for each in [*local, sinks])]
 
     with unittest.mock.patch("booster_hybrid.sequence_parallel.mask.TILE", case["tile"]):
         found, *gradients = zip(*on_threads(size, attend), strict=True)
     torch.testing.assert_close(layout.put_together(found, 2), expected.detach())
-    for ours, theirs, place in zip(gradients[:4], whole[:4], layouts, strict=True):
-        if theirs is not None and theirs.requires_grad:
-            torch.testing.assert_close(place.put_together(ours, 2), theirs.grad)
+    for ours, theirs, place in zip(gradients[:3], whole[:3], layouts, strict=True):
+        torch.testing.assert_close(place.put_together(ours, 2), theirs.grad)
+    if whole[3] is not None and case["trains_bias"]:
+        torch.testing.assert_close(whole_bias(case, gradients[3], layout), whole[3].grad)
     if whole[4] is not None:
         torch.testing.assert_close(sum(gradients[4]), whole[4].grad)
 

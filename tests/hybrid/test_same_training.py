@@ -156,36 +156,7 @@ def test_a_penalty_in_the_criterion_of_a_pipeline_raises():
     run_on_ranks(penalize_in_criterion, 4, "blocks.1.norm.weight", 1)
 
 
-class Tied(nn.Module):
-    """Uses its table for words and for logits."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.layer = nn.Embedding(16, SIZE), nn.Linear(SIZE, SIZE)
-
-    def hidden(self, tokens):
-        return self.layer(self.tokens(tokens))
-
-    def forward(self, tokens):
-        return functional.linear(self.hidden(tokens), self.tokens.weight)
-
-
 PART_OF_TABLE = r"reads parameter '(tokens|lm_head)\.weight' outside of the layer .*`linear_cross_entropy`"
-
-
-@pytest.mark.parametrize("records", [True, False])
-@pytest.mark.parametrize("is_inside", [True, False])
-@raises_on_ranks(ConfigError, PART_OF_TABLE, 2)
-def test_logits_of_a_part_of_a_table_raise(is_inside, records):
-    """Make logits of a split table, in forward, or outside of it of what a part of the model returned."""
-    torch.manual_seed(0)
-    model, tokens = Tied(), torch.arange(24).view(2, 12) % 16
-    policy = ShardingPolicy(rules=(ModuleRule("tokens", Style.VOCABULARY),))
-    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, custom_policy=policy))
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with torch.set_grad_enabled(records):
-        logits = boosted(tokens) if is_inside else functional.linear(model.hidden(tokens), model.tokens.weight)
-    booster.backward(functional.cross_entropy(logits.flatten(0, 1)[:, :8], tokens.flatten() % 8), optimizer)
 
 
 OUTSIDE = {

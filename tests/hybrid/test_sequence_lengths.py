@@ -1,13 +1,14 @@
-"""Layers that look at how many positions there are: as one process, or refused at `boost` by an example as long."""
+"""What an example shows of split sequences is refused at `boost`; layers may look at how many positions there are."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from matrix import matrix
 from ranked import on_ranks
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from booster_core import Booster
@@ -15,9 +16,12 @@ from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
 from booster_hybrid.probe.sequences import check_sequences
+from booster_runtime import LazyInitContext
+from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 
 HIDDEN, HEADS, LIMIT, LONG = 16, 4, 200, 301
+MODES = ("all_to_all", "ring_attn")
 
 
 def beyond(positions):
@@ -47,18 +51,30 @@ class Layer(nn.Module):
         hidden = self.change(hidden, self)
         batch, length, _ = hidden.shape
         query, key, value = self.qkv(hidden).view(batch, length, 3 * HEADS, -1).transpose(1, 2).chunk(3, 1)
-        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return hidden + self.out(found.transpose(1, 2).flatten(2))
+        return hidden + self.out(self.attend(query, key, value).transpose(1, 2).flatten(2))
+
+    def attend(self, query, key, value):
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class OwnScores(Layer):
+    """Attends by code of its own."""
+
+    def attend(self, query, key, value):
+        return (query @ key.transpose(-1, -2)).softmax(-1) @ value
 
 
 class Model(nn.Module):
-    def __init__(self, change):
+    def __init__(self, change, layer=Layer, num_layers=2):
         super().__init__()
         self.table = nn.Embedding(32, HIDDEN)
-        self.blocks = nn.ModuleList(Layer(change) for _ in range(2))
+        self.blocks = nn.ModuleList(layer(change) for _ in range(num_layers))
+
+    def embed(self, tokens):
+        return self.table(tokens)
 
     def forward(self, tokens):
-        hidden = self.table(tokens)
+        hidden = self.embed(tokens)
         for block in self.blocks:
             hidden = block(hidden)
         return hidden
@@ -69,11 +85,14 @@ def make(change):
     return Model(change)
 
 
-def boosted(model, mode, **options):
+def loader_of(length, samples=4):
+    return DataLoader([torch.arange(row, row + length) % 32 for row in range(samples)], batch_size=samples)
+
+
+def boosted(model, mode, loader=None, **options):
     policy = ShardingPolicy(layers=("blocks",)) if isinstance(model, Model) else None
     sizes = {} if "tp_size" in options else {"sp_size": 2}
     plugin = HybridParallelPlugin(**{"sequence_parallelism_mode": mode, "custom_policy": policy} | sizes | options)
-    loader = DataLoader([torch.arange(40) % 32 for _ in range(4)], batch_size=4) if isinstance(model, Model) else None
     return Booster("cpu", plugin=plugin).boost(model, None, dataloader=loader)[0]
 
 
@@ -85,7 +104,7 @@ def tokens_of(length):
 def test_an_example_as_long_as_batches_are_shows_it_at_boost():
     for change in (branch, table, slopes):
         with pytest.raises(ConfigError, match="changes what Model computes"):
-            boosted(make(change), "all_to_all", example_batch=tokens_of(LONG))
+            boosted(make(change), "all_to_all", loader_of(40), example_batch=tokens_of(LONG))
 
 
 def far_away(hidden, _):
@@ -106,14 +125,14 @@ def plain(hidden, _):
     return (hidden + filler[..., None]).reshape(hidden.shape[0], -1, 2, HIDDEN // 2).flatten(-2)
 
 
-@matrix(["all_to_all"], mode=["all_to_all", "ring_attn"])
+@matrix(["all_to_all"], mode=MODES)
 @on_ranks(2)
 def test_layers_that_do_the_same_at_every_length_run_at_every_length(mode):
     for change in (far_away, numbered, plain):
-        model, whole = boosted(make(change), mode), make(change)
+        model, whole = boosted(make(change), mode, loader_of(40)), make(change)
         for length in (2, 60, LONG):
             torch.testing.assert_close(model(tokens_of(length)), whole(tokens_of(length)))
-    model, whole = boosted(make(unused), mode, example_batch=tokens_of(LONG)), make(unused)
+    model, whole = boosted(make(unused), mode, loader_of(40), example_batch=tokens_of(LONG)), make(unused)
     for length in (60, LONG):
         torch.testing.assert_close(model(tokens_of(length)), whole(tokens_of(length)))
 
@@ -157,3 +176,102 @@ def test_blocks_that_get_whole_sequences_may_ask_for_their_length():
 def test_heads_are_counted_where_layers_attend(sizes, text):
     with pytest.raises(ConfigError, match=text):
         check_sequences(make(plain), ["blocks"], "all_to_all", sizes, torch.device("cpu"), [tokens_of(40)])
+
+
+# ---- what an example shows
+
+
+def same(hidden, _):
+    return hidden
+
+
+def lazy(layer):
+    torch.manual_seed(0)
+    with LazyInitContext():
+        return Model(same, layer)
+
+
+@on_ranks(2)
+def test_lazy_models_are_checked_with_random_weights():
+    for mode in MODES:
+        with pytest.raises(ConfigError, match="does not call its attention through"):
+            boosted(lazy(OwnScores), mode, loader_of(16))
+        boosted(lazy(Layer), mode, loader_of(16))
+
+
+class Noisy(Model):
+    """Draws numbers, writes to buffers and counts its calls; the check leaves one of its layers out."""
+
+    def __init__(self):
+        super().__init__(same, num_layers=3)
+        self.dropout, self.norm, self.calls = nn.Dropout(0.1), nn.BatchNorm1d(HIDDEN), 0
+
+    def embed(self, tokens):
+        self.calls += 1
+        return self.dropout(self.norm(super().embed(tokens).transpose(1, 2)).transpose(1, 2))
+
+
+def noisy():
+    torch.manual_seed(0)
+    return Noisy()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_the_check_leaves_model_and_generators_as_they_are(mode):
+    """Nothing of the model, the generators or the loader is changed by the check."""
+    loader, before = loader_of(16), noisy()
+    torch.manual_seed(7)
+    boosted(noisy(), mode, None, unchecked="allow")
+    without = torch.get_rng_state()
+    torch.manual_seed(7)
+    inside = boosted(noisy(), mode, loader).unwrap()
+    assert torch.equal(torch.get_rng_state(), without)
+    assert inside.calls == 0
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(inside.state_dict()[name], tensor), name
+    assert all("forward" not in vars(each) for each in inside.modules() if not isinstance(each, Layer))
+    assert inside.training
+
+
+class Drawn(Dataset):
+    """Samples whose lengths and values are each rank's own."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rank = dist.get_rank()
+        return torch.full((11 + rank,), rank)
+
+
+class Failing(Drawn):
+    def __getitem__(self, index):
+        if dist.get_rank() == 1:
+            msg = "opened by the workers"
+            raise RuntimeError(msg)
+        return super().__getitem__(index)
+
+
+@matrix(["ring_attn"], mode=MODES)
+@on_ranks(2)
+def test_a_batch_that_shows_little_is_no_reason(mode):
+    """Too short to split, as many samples as positions, other ones on each rank, or not to be read at boost."""
+    for loader in (loader_of(1), loader_of(2, samples=2), DataLoader(Drawn())):
+        boosted(noisy(), mode, loader)
+        boosted(tiny_llama(num_hidden_layers=2), mode, loader)
+    boosted(tiny_llama(num_hidden_layers=2), mode, DataLoader(Failing()))
+    with pytest.raises(ConfigError, match=r"could not be checked.*there was no batch"):
+        boosted(noisy(), mode, DataLoader(Failing()))
+
+
+def unreadable(unchecked):
+    model = tiny_llama(num_hidden_layers=1)
+    model.__class__ = type("Undocumented", (type(model),), {"dummy_inputs": None})
+    loader = DataLoader([{"unknown": row} for row in range(4)], batch_size=2)
+    boosted(model, "ring_attn", loader, unchecked=unchecked)
+
+
+def test_a_model_that_no_batch_shows_is_refused_unless_that_is_allowed():
+    expect_on_ranks(ConfigError, r"could not be checked.*unchecked='allow'", unreadable, 2, "raise")
+    run_on_ranks(unreadable, 2, "allow")

@@ -66,20 +66,27 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
+    left_out = None
+
     def __init__(self, kind):
         super().__init__()
         self.embedding, self.positions = nn.Embedding(32, HIDDEN), nn.Embedding(64, HIDDEN)
         self.blocks = nn.ModuleList(Layer(kind) for _ in range(2))
         self.head = nn.Linear(HIDDEN, 32)
 
-    def forward(self, tokens):
+    def states(self, tokens):
+        """Return the states before the layers, and after each."""
         positions = torch.arange(tokens.shape[1])
         hidden = self.embedding(tokens) + self.positions(positions)
         angles = positions[:, None] / torch.tensor([1.0, 7.0])[: HIDDEN // 2 // HEADS][None]
         scale = torch.linspace(0.5, 1.5, HIDDEN).expand(len(tokens), 1, HIDDEN)
-        for block in self.blocks:
-            hidden = block(hidden, angles, scale)
-        return self.head(hidden)
+        states = [hidden]
+        for index, block in enumerate(self.blocks):
+            states.append(states[-1] if index == self.left_out else block(states[-1], angles, scale))
+        return states
+
+    def forward(self, tokens):
+        return self.head(self.states(tokens)[-1])
 
 
 def make(kind, model_class=Model):
@@ -162,17 +169,10 @@ def test_positions_of_another_number_than_the_hidden_states_have_are_refused():
 
 
 class Skipping(Model):
-    """Leaves a layer out, as training with stochastic depth does."""
-
-    left_out = None
+    """May leave a layer out, as training with stochastic depth does."""
 
     def forward(self, tokens):
-        hidden = self.embedding(tokens)
-        angles = torch.arange(tokens.shape[1])[:, None] / torch.tensor([1.0, 7.0])[None]
-        for index, block in enumerate(self.blocks):
-            if index != self.left_out:
-                hidden = block(hidden, angles, torch.ones(len(tokens), 1, HIDDEN))
-        return self.head(hidden.mean(1))
+        return self.head(self.states(tokens)[-1].mean(1))
 
 
 def run_without_a_layer(mode, index):
@@ -212,13 +212,8 @@ class Deep(Model):
     """Also returns what its first layer has made, as for a loss on each layer."""
 
     def forward(self, tokens):
-        hidden = self.embedding(tokens)
-        angles = torch.arange(tokens.shape[1])[:, None] / torch.tensor([1.0, 7.0])[None]
-        found = []
-        for block in self.blocks:
-            hidden = block(hidden, angles, torch.ones(len(tokens), 1, HIDDEN))
-            found.append(hidden)
-        return self.head(hidden), found[:1]
+        states = self.states(tokens)
+        return self.head(states[-1]), states[1:2]
 
 
 @raises_on_ranks(ConfigError, "It returns what its layers have in between", 2)

@@ -88,6 +88,6 @@ SIZES = (512, 24)
 """Hidden size and number of layers: 63 million parameters, against which what C and Python keep is small."""
 
 
-@pytest.mark.parametrize("axis", [pytest.param("tp", marks=pytest.mark.slow), "pp"])
+@pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_the_peak_is_a_share_of_that_of_one_process(axis):
     check(axis, 2, SIZES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from itertools import pairwise
 
 import pytest
@@ -13,39 +11,11 @@ from ranked import on_ranks
 from torch import nn
 
 from booster_hybrid.mesh import RankGroup
-from booster_hybrid.policy.find import policy_for
 from booster_hybrid.tensor_parallel.collectives import gathered_last
-from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary, vocabulary_cross_entropy
 from booster_testing import peak_memory
-from booster_testing.models import tiny_llama
 
 MIB = 2**20
-
-
-def llama(hidden=512, layers=3, vocabulary=4096):
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers, **heads}
-    return tiny_llama(vocab_size=vocabulary, **sizes)
-
-
-@on_ranks(2)
-def test_splitting_keeps_nothing_of_the_whole_weights():
-    small = llama(64, 1, 64)  # what imports take
-    parallelize(small, policy_for(small), RankGroup.of(None))
-    with peak_memory() as used:
-        model = llama()
-        before = [weakref.ref(parameter.untyped_storage()) for parameter in model.parameters() if parameter.dim() > 1]
-        split = parallelize(model, policy_for(model), RankGroup.of(None))
-    gc.collect()
-    kept = [each() for each in before]
-    assert all(each is None for each in kept), sum(each is not None for each in kept)
-    for name in split.splits:
-        parameter = model.get_parameter(name)
-        assert parameter.untyped_storage().nbytes() == parameter.numel() * 4, name
-    kept, here = used.kept_bytes, sum(parameter.numel() * 4 for parameter in model.parameters())
-    assert kept <= here * 1.05
 
 
 TOKENS, VOCABULARY = 4096, 8192
@@ -110,15 +80,7 @@ def test_extreme_logits_have_finite_losses():
     assert part.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "num_rows"),
-    [
-        pytest.param([3000, 2000], 2000, marks=pytest.mark.slow),
-        ([3, 2], 2),
-        pytest.param([5, 4], 0, marks=pytest.mark.slow),
-        pytest.param([1_000_000, 2], 4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "num_rows"), [([3, 2], 2), pytest.param([1_000_000, 2], 4, marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_gather_last_makes_no_second_copy(sizes, num_rows):
     group = RankGroup.of(None)

@@ -259,6 +259,7 @@ def train_boosted(
                     if parameter.requires_grad:
                         parameter.zero_()
             model, optimizer, *_ = booster.boost(net, optimizer)
+            replica, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
             booster.load_checkpoint(checkpoint, model=model, optimizer=optimizer)
         if case.before_step is not None:
             case.before_step(step, model.unwrap(), optimizer)
