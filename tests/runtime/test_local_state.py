@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import CheckpointError
-from booster_runtime.local_state import mark_as_local
+from booster_runtime.model_methods import mark_as_local
 
 
 @pytest.fixture

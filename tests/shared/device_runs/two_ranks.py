@@ -104,7 +104,7 @@ def train_late(setting: Setting, *, case: device_smoke.Case, precision: str) -> 
 @contextlib.contextmanager
 def delays(setting: Setting) -> Iterator[None]:
     """Let the current stream sleep before each message, and the engine's streams before what is started in them."""
-    from booster_runtime.memory.copy_stream import CopyStream
+    from booster_runtime.memory.host_memory import CopyStream
 
     original, calls = CopyStream.own_order, {}
     own_order = original

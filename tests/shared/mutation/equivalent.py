@@ -152,7 +152,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "min(ends) -> max(ends)",
         ): "in a V each action takes as long as any other, so that all that are underway end at one time",
     },
-    "core/norm": {
+    "core/gradients": {
         (
             "global_norm",
             'device = present[0].device if present else torch.device("cpu")',

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from booster_core.plugin import Boosted, Capability, GradientScaling, like, unwrap_model
 from booster_core.precision import PrecisionPolicy
-from booster_gemini.config import GeminiConfig
-from booster_gemini.engine import GeminiEngine
-from booster_gemini.leaves import find_leaves
-from booster_gemini.memory.make import make_memory, max_ahead_bytes, most_chunk_numel
+from booster_gemini.config import GeminiConfig, find_leaves
+from booster_gemini.engine import GeminiEngine, make_memory, max_ahead_bytes, most_chunk_numel
 from booster_runtime.sharding import (
     RanksOfWorld,
     check_distinct_memory,

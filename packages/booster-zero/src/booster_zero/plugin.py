@@ -27,14 +27,12 @@ from booster_runtime.strategy import OF_LOSS_SCALE, OF_PRECISION, STRATEGY_TRAIN
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.engine import ShardedEngine, engine_of
 from booster_zero.engine.gatherer import Gatherer
-from booster_zero.engine.gradients import holder_of, keeping_gradients, keeping_shards, set_gradient
-from booster_zero.engine.listed import ListedParameters
+from booster_zero.engine.layout import ListedParameters
 from booster_zero.engine.memory import Memory
-from booster_zero.engine.optimizer import ShardedOptimizer
+from booster_zero.engine.optimizer import ShardedOptimizer, holder_of, keeping_gradients, keeping_shards, set_gradient
 from booster_zero.engine.partition import default_bucket_bytes
 from booster_zero.engine.state import ShardedStateAdapter
-from booster_zero.lazy import fill_model
-from booster_zero.model import ShardedModel
+from booster_zero.model import ShardedModel, fill_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
