@@ -38,6 +38,10 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
         ): "slices have at least 16 elements, so that a bound more would be beyond either end",
         ("_fill", "held = 0", "0 -> 1"): _FIRST_BUCKET,
         ("_fill", "held = 0", "0 -> -1"): _FIRST_BUCKET,
+        **{
+            ("", "_SMALL_NUMEL = 1 << 13", change): "sums are the same, whichever gradients travel together"
+            for change in ("1 << 13 -> 1 >> 13", "1 -> 2", "1 -> 0", "13 -> 14", "13 -> 12")
+        },
     },
     "runtime/placements": {
         (
