@@ -367,7 +367,8 @@ class ParameterHooks:
         if frame.is_outermost:
             self._gatherer.end(goes_back=torch.is_grad_enabled())
             self._after_forward()
-            self._gatherer.raise_own_changes()
+            if (error := self._gatherer.take_changes()) is not None:
+                raise error
         return kept
 
     def _kept(self, output: Any) -> Any:

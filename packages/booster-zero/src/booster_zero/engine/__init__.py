@@ -11,7 +11,6 @@ from booster_zero.engine.optimizer import (
     ShardedOptimizer,
     holder_of,
     keeping_gradients,
-    keeping_shards,
     only,
     set_gradient,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "holder_of",
     "is_free",
     "keeping_gradients",
-    "keeping_shards",
     "only",
     "plan_flat",
     "set_gradient",

@@ -568,15 +568,6 @@ class Gatherer:
 
     # ---- changes
 
-    def raise_own_changes(self) -> None:
-        """Raise for parameters that were changed by hand on this rank.
-
-        Raises:
-            ConfigError: If there are any.
-        """
-        if (error := self.take_changes()) is not None:
-            raise error
-
     def take_changes(self) -> ConfigError | None:
         """Return the error for parameters that were changed by hand on this rank, and forget them."""
         return changed_error({self.ranks.shard_rank: self._watch.take_found()})

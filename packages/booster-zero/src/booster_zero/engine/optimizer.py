@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +79,30 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        own = is_own_method(self.unwrap(), name, found)
-        return functools.partial(call_own_method, self, name, found) if own else found
+        is_own = getattr(found, "__self__", None) is self.optim and not hasattr(torch.optim.Optimizer, name)
+        return functools.partial(self._call_own_method, name, found) if is_own else found
+
+    def _call_own_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's optimizer that torch's have not, and bring what it writes to every rank.
+
+        Collective: every rank of the world, with the same arguments.
+        """
+        buckets, engine = self.buckets(), self.engine
+        with NamedCall(f"optimizer.{name}"):
+            engine.gatherer.begin_step()
+            with contextlib.ExitStack() as stack:
+                for bucket in buckets:
+                    if bucket.memory.moves:
+                        stack.enter_context(bucket.stepping())
+                before = [bit_sums(bucket.values) for bucket in buckets]
+                with self.hosted.showing_pieces():
+                    result = method(*args, **kwargs)
+                self.take_assigned(buckets)
+                same = [torch.equal(was, bit_sums(each.values)) for was, each in zip(before, buckets, strict=True)]
+            # A rank that owns nothing of a bucket does not see what others have written into it.
+            anywhere = AnyRankFlags(bytearray(not each for each in same), engine.device, engine.ranks.holders).wait()
+            engine.gatherer.end_step({each: each.publish() for each in itertools.compress(buckets, anywhere)})
+        return result
 
     def find_unlisted(self, model: nn.Module) -> list[nn.Parameter]:
         """Return none: all trained parameters are laid out."""
@@ -419,49 +442,6 @@ class ShardedOptimizer(OptimizerWrapper):
             self.clip_grad_by_norm(max_norm)
 
 
-def is_own_method(optimizer: torch.optim.Optimizer, name: str, value: Any) -> bool:
-    """Return whether an attribute of an optimizer is a method that torch's optimizers have not."""
-    return (
-        callable(value) and getattr(value, "__self__", None) is optimizer and not hasattr(torch.optim.Optimizer, name)
-    )
-
-
-def call_own_method(
-    optimizer: ShardedOptimizer, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Call a method of the user's optimizer, and bring what it writes into every rank's parameters.
-
-    Args:
-        optimizer: The sharded optimizer.
-        name: The method's name.
-        method: The method.
-        *args: Its arguments.
-        **kwargs: Its arguments.
-
-    Collective: every rank of the world, with the same arguments.
-    """
-    buckets, engine = optimizer.buckets(), optimizer.engine
-    with NamedCall(f"optimizer.{name}"):
-        engine.gatherer.begin_step()
-        with contextlib.ExitStack() as stack:
-            for bucket in buckets:
-                if bucket.memory.moves:
-                    stack.enter_context(bucket.stepping())
-            before = [bit_sums(bucket.values) for bucket in buckets]
-            with optimizer.hosted.showing_pieces():
-                result = method(*args, **kwargs)
-            optimizer.take_assigned(buckets)
-            same = [torch.equal(was, bit_sums(each.values)) for was, each in zip(before, buckets, strict=True)]
-        # A rank that owns nothing of a bucket does not see what others have written into it.
-        anywhere = AnyRankFlags(bytearray(not each for each in same), engine.device, engine.ranks.holders).wait()
-        published: dict[Bucket, Pending] = {}
-        for bucket, is_written in zip(buckets, anywhere, strict=True):
-            if is_written:
-                published[bucket] = bucket.publish()
-        engine.gatherer.end_step(published)
-    return result
-
-
 def steps_in_parts(optimizer: Optimizer) -> bool:
     """Return whether calling ``step`` once for each part of the parameters equals calling it once for all.
 
@@ -495,43 +475,28 @@ def _has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 @contextlib.contextmanager
-def keeping_gradients(optimizer: Optimizer | None) -> Iterator[None]:
-    """Keep whole gradients here, inside, until the first backward after the body, or `ShardedOptimizer.settle`.
+def keeping_gradients(optimizer: Optimizer | None, *, in_shards: bool) -> Iterator[None]:
+    """Keep gradients, inside, until the first backward after the body, or `ShardedOptimizer.settle`.
 
     Args:
         optimizer: The boosted optimizer; nothing changes where it is another.
+        in_shards: Reduce them into shards, which are averaged over replicas afterwards; else they stay whole, here.
 
-    Collective: none; no backward inside is.
+    Collective: none; each backward inside is, in the shard group, ``in_shards``.
     """
     if not isinstance(optimizer, ShardedOptimizer):
         yield
         return
-    reducer = optimizer.reducer
-    before, reducer.is_paused = reducer.is_paused, True
+    reducer, underway = optimizer.reducer, optimizer.reducer.underway
+    before = reducer.is_paused, underway.averages
+    if in_shards:
+        underway.averages = False
+    else:
+        reducer.is_paused = True
     try:
         yield
     finally:
-        reducer.is_paused = before
-
-
-@contextlib.contextmanager
-def keeping_shards(optimizer: Optimizer | None) -> Iterator[None]:
-    """Reduce gradients into shards, inside, which are averaged over replicas by the first backward after the body.
-
-    Args:
-        optimizer: The boosted optimizer; nothing changes where it is another.
-
-    Collective: none; each backward inside is, in the shard group.
-    """
-    if not isinstance(optimizer, ShardedOptimizer):
-        yield
-        return
-    underway = optimizer.reducer.underway
-    before, underway.averages = underway.averages, False
-    try:
-        yield
-    finally:
-        underway.averages = before
+        reducer.is_paused, underway.averages = before
 
 
 def set_gradient(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor, name: str) -> None:
