@@ -9,8 +9,13 @@ from thread_ranks import on_threads
 from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.gradients.clip import clip_by_norm, clip_by_value
-from booster_core.gradients.norm import check_finite_norm, check_norm_arguments, global_norm
+from booster_core.gradients import (
+    check_finite_norm,
+    check_norm_arguments,
+    clip_by_norm,
+    clip_by_value,
+    global_norm,
+)
 
 
 def gradients(dtype=torch.float32):

@@ -7,7 +7,7 @@ import torch
 from booster_core.booster import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import Capability
-from booster_core.plugin.placement import place_model
+from booster_core.plugin.settings import place_model
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_core.precision.casting import cast_floating

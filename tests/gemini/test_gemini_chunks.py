@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from booster_gemini.config import GeminiConfig
-from booster_gemini.memory.make import most_chunk_numel
+from booster_gemini.engine import most_chunk_numel
 from booster_zero.engine import Format
 
 

@@ -4,7 +4,7 @@ import torch
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
-from booster_gemini.memory.make import max_ahead_bytes
+from booster_gemini.engine import max_ahead_bytes
 from booster_testing import run_on_ranks
 from booster_zero.engine import Bucket
 

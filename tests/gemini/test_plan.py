@@ -142,3 +142,22 @@ def test_blocks_come_ahead_of_others_of_their_role():
     for number in range(2, 6):
         assert comes[number, "values"] == first_use[number - 2, "values"]
         assert comes[number, "state"] == first_use[number, "state"]
+
+
+@pytest.mark.parametrize(
+    ("order", "here", "leave", "come"),
+    [
+        ("b+ b- a+ a-", "a", {0: "a", 2: "b", 4: "a"}, {0: "b", 2: "a"}),
+        ("a+ a+ a- b+ b- a+ a- a-", "", {5: "b", 8: "a"}, {0: "a", 3: "b"}),
+        ("a+ a- a+ a- b+ b-", "", {4: "a", 6: "b"}, {0: "a", 4: "b"}),
+    ],
+    ids=["idle at the start", "in use twice", "needed again at once"],
+)
+def test_a_block_that_is_away_leaves_when_its_last_use_ends(order, here, leave, come):
+    a, b = of("a", "b")
+    events = [Event((name, ROLE), 1 if sign == "+" else -1) for name, sign in order.split()]
+    plan = Placement(away={ROLE: 1.0}).plan(events, {a: 10, b: 10}, of(*here), {a, b} - {*of(*here)})
+    assert {index: moves.leave for index, moves in enumerate(plan) if moves.leave} == {
+        k: of(v) for k, v in leave.items()
+    }
+    assert {index: moves.come for index, moves in enumerate(plan) if moves.come} == {k: of(v) for k, v in come.items()}

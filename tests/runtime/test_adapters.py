@@ -10,7 +10,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import Capability
-from booster_runtime.quantization import check_quantization
+from booster_runtime.lora import check_quantization
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.models import TinyMLP, tiny_llama

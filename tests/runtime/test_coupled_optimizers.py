@@ -121,7 +121,7 @@ def alone(monkeypatch):
         def wait(self):
             return bytes(self.flags)
 
-    monkeypatch.setattr("booster_runtime.sharding.coupling.AnyRankFlags", OwnFlags)
+    monkeypatch.setattr("booster_runtime.sharding.elementwise.AnyRankFlags", OwnFlags)
 
 
 def checked_step(step_on):

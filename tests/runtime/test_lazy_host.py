@@ -10,8 +10,8 @@ from booster_core.plugin import BoostContext
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import DistCoordinator
 from booster_core.state import TensorShard, full_box
-from booster_runtime.lazy import host, shards_from_host, take_recording
-from booster_runtime.lazy.host import compare_hosts
+from booster_runtime.lazy import holders, shards_from_host, take_recording
+from booster_runtime.lazy.holders import compare_hosts
 from booster_testing import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def fill():
     ]
     written = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "_SENT_BYTES", 4 * 7)  # a row and a bit
+        patch.setattr(holders, "_SENT_BYTES", 4 * 7)  # a row and a bit
         values.fill(shards, CPU, before_write=written.append)
     assert set(map(id, written)) == set(map(id, shards)), "each is announced"
     wrong = [] if torch.equal(shards[0].data, expected["first.weight"][rank : rank + 3]) else ["a box"]

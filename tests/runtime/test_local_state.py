@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from booster_runtime.local_state import mark_as_local
+from booster_runtime.model_methods import mark_as_local
 
 
 @pytest.fixture

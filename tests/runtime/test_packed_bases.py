@@ -8,7 +8,7 @@ from ranked import on_ranks
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_runtime import LazyInitContext, quantization
+from booster_runtime import LazyInitContext, lora
 from booster_testing.models import tiny_llama
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
@@ -39,12 +39,12 @@ def test_settings_are_four_bits_by_default():
     use_isolated_libraries()
     import_quietly(["bitsandbytes"])
     device = torch.device("cuda")
-    chosen = quantization.check_quantization(None, device)
+    chosen = lora.check_quantization(None, device)
     assert (chosen.load_in_4bit, chosen.bnb_4bit_quant_type) == (True, "nf4")
     given = bits(8)
-    assert quantization.check_quantization(given, device) is given
+    assert lora.check_quantization(given, device) is given
     with pytest.raises(TypeError, match=r"must be a transformers.BitsAndBytesConfig; got `dict`"):
-        quantization.check_quantization({"load_in_8bit": True}, device)
+        lora.check_quantization({"load_in_8bit": True}, device)
 
 
 def gpt2():
@@ -57,7 +57,7 @@ def test_layers_of_gpt2_are_packed():
     use_isolated_libraries()
     import_quietly(["bitsandbytes"])
     plain, packed = gpt2().eval(), gpt2().eval()
-    quantization.quantize_linears(packed, bits(4))
+    lora.quantize_linears(packed, bits(4))
     packed.to("cpu")
     num_packed = sum(type(layer).__name__ == "Linear4bit" for layer in packed.modules())
     tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -77,9 +77,9 @@ def test_layers_that_cannot_be_packed_are_named():
     config = transformers.Qwen3MoeConfig(**sizes, **experts)
     model = transformers.Qwen3MoeForCausalLM(config)
     with pytest.raises(ConfigError, match=r"can't be quantised: .*'model\.layers\.0\.mlp\.experts'"):
-        quantization.quantize_linears(model, bits(4))
+        lora.quantize_linears(model, bits(4))
     assert not any(type(layer).__name__ == "Linear4bit" for layer in model.modules())
     named = bits(4)
     named.llm_int8_skip_modules = ["experts", "gate"]
-    quantization.quantize_linears(model, named)
+    lora.quantize_linears(model, named)
     assert sum(type(layer).__name__ == "Linear4bit" for layer in model.modules()) == 4

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ranked import on_ranks
 
 from booster_runtime import collectives
-from booster_runtime.collectives.rows import touched_rows
+from booster_runtime.collectives.sums import touched_rows
 from booster_testing import run_on_ranks
 
 ROWS, WIDTH = 40, 7

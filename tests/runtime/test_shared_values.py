@@ -15,10 +15,10 @@ from booster_runtime.sharding import (
     BufferWatch,
     RanksOfWorld,
     agree_on_values,
-    broadcast,
     describe_reductions,
     note_reductions,
     raise_for_unused,
+    ranks,
 )
 from booster_testing import run_on_ranks
 
@@ -71,7 +71,7 @@ def agree_on_many(message_bytes):
         model.register_buffer("cache", torch.randn(3))
     calls = Calls()
     # Put back at the end: later tests run in this process, and with others that keep the usual length.
-    with mock.patch.object(broadcast, "_MESSAGE_BYTES", message_bytes), observed_by(calls):
+    with mock.patch.object(ranks, "_MESSAGE_BYTES", message_bytes), observed_by(calls):
         agree_on_values(model)
     return calls.number, [each.tolist() for each in (*model.parameters(), *model.buffers())]
 

@@ -19,7 +19,7 @@ from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyStack
 from booster_tools import TrainingFunctions, verify
 from booster_zero import LowLevelZeroPlugin
-from booster_zero.gathering.saved_uses import SavedUses
+from booster_zero.gathering import SavedUses
 
 WIDTH = 8
 

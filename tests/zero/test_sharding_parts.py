@@ -3,7 +3,7 @@ import torch
 from own_optimizers import CountsByGroup
 from torch import nn, optim
 
-from booster_zero.engine.parts import only, steps_in_parts
+from booster_zero.engine.optimizer import only, steps_in_parts
 
 
 def parameters():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster_zero.engine.timeline import Timeline
+from booster_zero.engine.uses import Timeline
 
 
 def recorded(timeline, kind, uses):

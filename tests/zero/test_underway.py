@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from booster_zero.engine.rounds import InflightReductions
+from booster_zero.engine.reducer import InflightReductions
 
 
 class FakeBucket:

@@ -1,6 +1,6 @@
 """The order in which buckets of a round are reduced, and that a gradient looks at few of them."""
 
-from booster_zero.engine.rounds import BucketProgress, Round
+from booster_zero.engine.reducer import BucketProgress, Round
 
 
 def started(round_):

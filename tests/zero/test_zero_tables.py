@@ -12,7 +12,7 @@ from torch import nn
 
 from booster_core import Booster
 from booster_runtime import full_gradient
-from booster_runtime.collectives import rows
+from booster_runtime.collectives import sums
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_zero import LowLevelZeroPlugin
@@ -60,7 +60,7 @@ def train(options, case, *, sends_all=False):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", counting)
         if sends_all:
-            patch.setattr(rows, "touched_rows", lambda _: None)
+            patch.setattr(sums, "touched_rows", lambda _: None)
         booster = Booster("cpu", plugin=LowLevelZeroPlugin(**options))
         model, optimizer, *_ = booster.boost(*case.make())
         for step in range(case.steps):

@@ -37,6 +37,10 @@ TARGETS = {
     "zero/partition": Target(
         "booster_zero.engine.partition",
         ("zero/test_sharding_partition.py",),
+        (
+            *("", "Slot", "BucketPlan", "default_bucket_bytes", "plan_flat", "plan_whole", "assign_owners"),
+            *("_fill", "_lay_out", "_share", "_even_bounds", "_aligned"),
+        ),
     ),
     "runtime/placements": Target(
         "booster_runtime.sharding.placements",
@@ -92,17 +96,14 @@ TARGETS = {
         ("write_box",),
     ),
     # norms, sums over ranks and clipping
-    "core/norm": Target(
-        "booster_core.gradients.norm",
-        ("core/test_gradients.py",),
-    ),
-    "core/clip": Target(
-        "booster_core.gradients.clip",
+    "core/gradients": Target(
+        "booster_core.gradients",
         ("core/test_gradients.py",),
     ),
     "runtime/sums": Target(
         "booster_runtime.collectives.sums",
         ("runtime/test_sums.py",),
+        ("sum_into", "combine_into", "scale_of", "overlaps"),
     ),
     # pipeline schedules
     "hybrid/schedule": Target(

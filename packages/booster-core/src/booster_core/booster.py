@@ -33,21 +33,27 @@ from booster_core.checkpoint_io import (
 )
 from booster_core.discovery import check_api_version, load, load_default
 from booster_core.errors import ConfigError, OffloadError
-from booster_core.gradients.norm import check_finite_norm, check_norm_arguments
+from booster_core.gradients import check_finite_norm, check_norm_arguments
 from booster_core.log import log
-from booster_core.plugin.call_guard import mark_boosted
 from booster_core.plugin.checks import check_arguments, check_boosted, check_values, outline
+from booster_core.plugin.guards import mark_boosted
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, Capability, PipelinePlugin, Plugin, as_tuple
 from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.plugin.optimizer import OptimizerWrapper
-from booster_core.plugin.placement import gradient_norm_dtype
 from booster_core.plugin.scaling import LossFactors
-from booster_core.plugin.settings import check_device, describe_precision, own_device, precision_for, resolve_precision
+from booster_core.plugin.settings import (
+    check_device,
+    describe_precision,
+    gradient_norm_dtype,
+    own_device,
+    precision_for,
+    resolve_precision,
+)
 from booster_core.precision.policy import NARROW
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.devices import accelerator
+from booster_core.ranks.environments import accelerator
 from booster_core.ranks.launch import check_launched, ensure_process_group
 from booster_core.run_settings import RunSettings
 from booster_core.state.names import NamedTensors, named_modules

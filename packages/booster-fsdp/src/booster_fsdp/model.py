@@ -19,7 +19,7 @@ from booster_core.ranks import NamedCall
 from booster_fsdp._torch_private import graph_task
 from booster_fsdp.parameters import refuse_hook, whole_of
 from booster_runtime.data import tensors_of
-from booster_runtime.local_state import refuse_pickle
+from booster_runtime.model_methods import refuse_pickle
 from booster_runtime.sharding import generate_together, local_of, send_first, sharded_like
 
 if TYPE_CHECKING:

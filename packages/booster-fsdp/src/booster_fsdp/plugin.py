@@ -27,15 +27,21 @@ from booster_core.plugin import (
 from booster_core.precision import PrecisionPolicy
 from booster_core.state import slices_of
 from booster_fsdp.config import FSDPConfig
-from booster_fsdp.formats import resolve_formats, uses_autocast
 from booster_fsdp.gradients import ShardedGradients
-from booster_fsdp.lazy import fill_model, hollow_model
 from booster_fsdp.model import FSDPModel
-from booster_fsdp.optimizer import FSDPOptimizer
-from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, replace_parameters, shard_model
-from booster_fsdp.state import FSDPStateAdapter
+from booster_fsdp.optimizer import FSDPOptimizer, FSDPStateAdapter
+from booster_fsdp.sharding import (
+    check_parameters,
+    fill_model,
+    hollow_model,
+    make_mesh,
+    ranks_of,
+    replace_parameters,
+    shard_model,
+)
+from booster_fsdp.units import resolve_formats, uses_autocast
 from booster_runtime.lazy import is_lazy, shards_from_host
-from booster_runtime.local_state import mark_as_local
+from booster_runtime.model_methods import mark_as_local
 from booster_runtime.sharding import agree_on_values, dtensor_shards, refuse_all_gradients, without_optimizer
 from booster_runtime.strategy import OF_PRECISION, STRATEGY_TRAINING, Strategy, config_of
 

@@ -1,4 +1,7 @@
-"""Shard a model by ``fully_shard``: the mesh, dtypes, units from the inside out, and prefetching."""
+"""Shard a model by ``fully_shard``: the mesh, dtypes, units from the inside out, and prefetching.
+
+Of a lazy model, units are made of meta tensors, and each rank then fills only its shards.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,36 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from booster_core.errors import ConfigError
+from booster_core.plugin import rebind, stored_dtypes
 from booster_core.state import NamedTensors
 from booster_fsdp._torch_private import check_internals, take_parameters
 from booster_fsdp.collectives import MOST_RANKS, use_runtime_collectives
-from booster_fsdp.formats import describe_formats, gathers_narrow, reduce_dtype, unit_format, uses_autocast
 from booster_fsdp.parameters import sharded_parameter
-from booster_fsdp.units import choose_units, find_ignored, head_of
+from booster_fsdp.units import (
+    choose_units,
+    describe_formats,
+    find_ignored,
+    gathers_narrow,
+    head_of,
+    reduce_dtype,
+    unit_format,
+    uses_autocast,
+)
+from booster_runtime.lazy import take_recording
 from booster_runtime.sharding import (
     ShardingRanks,
     check_distinct_memory,
+    dtensor_shards,
     frozen_base,
+    local_of,
     make_ranks,
     normalisation_parameters,
     note_compute,
     note_reductions,
     parameters_by_unit,
+    raised_on_all,
     refuse_renormalized,
+    send_first,
     sharding_groups,
 )
 
@@ -36,9 +53,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.optim import Optimizer
 
     from booster_core.precision import PrecisionPolicy
     from booster_fsdp.config import FSDPConfig
+    from booster_runtime.lazy import Recording
 
 _GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes in which torch keeps the hooks of a parameter."""
@@ -309,3 +328,88 @@ def _prefetch(root: FSDPModule, units: Sequence[FSDPModule], config: FSDPConfig)
             unit.set_modules_to_backward_prefetch(list(reversed(units[max(index - behind, 0) : index])))
     if behind:
         root.set_modules_to_backward_prefetch(list(reversed(units[-behind:])))
+
+
+def hollow_model(
+    model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, policy: PrecisionPolicy
+) -> Recording:
+    """Take the values of a lazy model, or of one on the host, out of it, and move what is left to the device.
+
+    Args:
+        model: The model; its lazy tensors, or its parameters, become meta tensors.
+        optimizers: Its optimizers.
+        device: Where the model will run.
+        policy: Sets the dtype of trained parameters.
+
+    Collective: every rank of the world, if the model has tensors with values.
+    """
+    recording = take_recording(model)
+    for optimizer in optimizers:
+        rebind(optimizer, recording.replaced)
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():  # noqa: SLF001 - as `Module.to` does
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))  # noqa: SLF001
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            parameter.data = parameter.data.to(device)
+    send_first(each.data for each in (*model.parameters(), *model.buffers()) if each.device.type != "meta")
+    dtype_of = stored_dtypes(model, policy)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype_of(parameter))
+    return recording
+
+
+def fill_model(
+    model: nn.Module,
+    recording: Recording,
+    units: Iterable[FSDPModule],
+    device: torch.device,
+    policy: PrecisionPolicy,
+    *,
+    offload: bool,
+) -> None:
+    """Fill a sharded model: this rank's shards of sharded parameters, and all of the other tensors.
+
+    Args:
+        model: The model, sharded.
+        recording: Computes its values.
+        units: What `shard_model` returned.
+        device: Where the model runs.
+        policy: Precision of the run.
+        offload: Keep shards in host memory.
+
+    Raises:
+        LazyInitError: If files with values are missing, or have changed.
+
+    Collective: every rank of the world.
+    """
+    home = torch.device("cpu") if offload else device
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(parameter, DTensor) and local_of(parameter).is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _with_memory(parameter, home)
+                module.register_parameter(name, made[id(parameter)])
+    take_parameters(units)
+    shards = [
+        shard
+        for path, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+        for shard in dtensor_shards(path, None, parameter)
+    ]
+    with raised_on_all("boost", device):
+        recording.fill(shards, device)
+    # Replicated tensors were filled in the dtype of their construction.
+    dtype_of = stored_dtypes(model, policy)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(dtype_of(tensor))
+
+
+def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a sharded parameter like a meta one, with uninitialized memory."""
+    # Not `DTensor.from_local`, which moves what is offloaded to the device of the mesh.
+    return nn.Parameter(torch.empty_like(parameter.detach(), device=device), requires_grad=parameter.requires_grad)

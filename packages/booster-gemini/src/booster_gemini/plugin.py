@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from booster_core.plugin import Boosted, Capability, GradientScaling, like, unwrap_model
-from booster_core.precision import PrecisionPolicy
-from booster_gemini.config import GeminiConfig
-from booster_gemini.engine import GeminiEngine
-from booster_gemini.leaves import find_leaves
-from booster_gemini.memory.make import make_memory, max_ahead_bytes, most_chunk_numel
+from booster_core.plugin import Boosted, GradientScaling, like
+from booster_gemini.config import GeminiConfig, find_leaves
+from booster_gemini.engine import GeminiEngine, make_memory, max_ahead_bytes, most_chunk_numel
 from booster_runtime.sharding import (
-    RanksOfWorld,
     check_distinct_memory,
     layers_of,
     note_reductions,
@@ -20,10 +16,11 @@ from booster_runtime.sharding import (
     refuse_all_gradients,
     refuse_renormalized,
 )
-from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy, config_of
+from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, config_of
 from booster_zero import ShardedModel, ShardedOptimizer, ShardedStateAdapter, fill_model
-from booster_zero.engine import Gatherer, ListedParameters, engine_of, holder_of, keeping_shards, set_gradient
+from booster_zero.engine import Gatherer, ListedParameters, engine_of, keeping_gradients
 from booster_zero.gathering import check_modules
+from booster_zero.plugin import BucketStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from booster_core.plugin import BoostContext, ModelWrapper
+    from booster_core.precision import PrecisionPolicy
     from booster_core.state import StateAdapter
     from booster_runtime.lazy import Recording
     from booster_runtime.sharding import ShardingRanks
@@ -50,7 +48,7 @@ _MOST_TIMES = 4
 _OF_LAYERS = "use `HybridParallelPlugin` to split layers and sequences; the model chooses its attention and kernels"
 
 
-class GeminiPlugin(Strategy):
+class GeminiPlugin(BucketStrategy):
     """Data parallelism whose parameters, gradients and optimizer state are in chunks, split over the ranks.
 
     `GeminiConfig` documents the keywords of the signature, and `ShardingOptions` those that it shares with ZeRO.
@@ -67,13 +65,9 @@ class GeminiPlugin(Strategy):
     (arXiv:2108.05818).
     """
 
+    config: GeminiConfig
     name: ClassVar[str] = "gemini"
     api_version: ClassVar[int] = 2
-    placeholders: ClassVar[Literal["device", "own"] | None] = "device"
-    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
-        Capability.DATA_PARALLEL,
-        Capability.SEVERAL_OPTIMIZERS,
-    }
     renamed_arguments: ClassVar[Mapping[str, str]] = {
         **OF_LOSS_SCALE,
         **OF_PRECISION,
@@ -119,9 +113,7 @@ class GeminiPlugin(Strategy):
         broadcast_buffers: bool = True,
         precision: PrecisionPolicy | str | None = None,
     ) -> None:
-        self.config = config_of(GeminiConfig, locals())
-        self.precision = None if precision is None else PrecisionPolicy.parse(precision)
-        self._ranks = RanksOfWorld(replica_size)
+        super().__init__(config_of(GeminiConfig, locals()), precision)
 
     @classmethod
     def settings_to_plan(cls, world_size: int) -> list[dict[str, Any]]:
@@ -136,14 +128,6 @@ class GeminiPlugin(Strategy):
             return f"placement_policy={config.placement_policy!r}"
         moved = {name: getattr(config, name) for name in ("offload_param_frac", "offload_optim_frac")}
         return ", ".join(f"{name}={value}" for name, value in moved.items() if value) or None
-
-    def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
-        """Return the policy with working parameters in the compute format, and masters of them where it is narrow.
-
-        Raises:
-            ConfigError: If ``reduce_dtype`` and ``communication_dtype`` differ, or fp32 compute is to have masters.
-        """
-        return self.config.resolve_precision(policy, self.name)
 
     def check_model(self, objects: Boosted, context: BoostContext) -> None:
         """Refuse parameters that share memory, scripted modules, embeddings that change their table, unknown leaves."""
@@ -231,22 +215,7 @@ class GeminiPlugin(Strategy):
 
     def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which gradients are reduced into chunks; the last backward averages over replicas."""
-        optimizer = model.boosted_optimizer
-        return keeping_shards(optimizer)
-
-    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
-        parameter = unwrap_model(model).get_parameter(name)
-        holder = holder_of(model.boosted_optimizers, parameter)
-        return None if holder is None else holder.full_gradient(parameter)
-
-    def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
-        """Replace a parameter's gradient in the shards, which `full_gradient` has returned just before.
-
-        Raises:
-            ConfigError: If the boosted optimizer does not hold the parameter.
-        """
-        set_gradient(model.boosted_optimizers, unwrap_model(model).get_parameter(name), values, name)
+        return keeping_gradients(model.boosted_optimizer, in_shards=True)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""

@@ -46,7 +46,7 @@ from booster_runtime.collectives import new_groups
 from booster_runtime.compiling import compile_apart
 from booster_runtime.data import move_batch
 from booster_runtime.lazy import hollow_objects, is_lazy, place_or_hollow, shards_from_host
-from booster_runtime.local_state import mark_as_local
+from booster_runtime.model_methods import mark_as_local
 from booster_runtime.sharding import ShardingRanks, check_distinct_memory, raised_on_all, working_dtypes
 
 if TYPE_CHECKING:

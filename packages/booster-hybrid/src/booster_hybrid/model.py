@@ -11,7 +11,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import through_guard
 from booster_core.ranks import NamedCall
 from booster_hybrid.mesh import refuse_copy
-from booster_runtime.local_state import refuse_pickle
+from booster_runtime.model_methods import refuse_pickle
 from booster_zero import ShardedModel
 
 if TYPE_CHECKING:

@@ -1,7 +1,11 @@
 """Low-rank adapters through peft: put around a model before ``boost``, and what ``boost`` then sees to.
 
-Reference: Hu et al. 2021, "LoRA" (arXiv:2106.09685). How adapters are written is in
+References: Hu et al. 2021, "LoRA" (arXiv:2106.09685); for frozen bases in 8 or 4 bits, through transformers and
+bitsandbytes, Dettmers et al. 2023, "QLoRA" (arXiv:2305.14314). How adapters are written is in
 `booster_checkpoint.save.lora`, how a model keeps its names under them in `booster_core.state.names`.
+
+Parameters that were frozen at ``boost`` must stay frozen, the base of adapters or others (`FrozenParameters`): no
+optimizer would step them, and on one device and under FSDP nothing else tells.
 """
 
 from __future__ import annotations
@@ -9,24 +13,26 @@ from __future__ import annotations
 import contextlib
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from booster_core.errors import CheckpointError, ConfigError
-from booster_core.plugin import Capability, ModelWrapper, boosted_inside
+from booster_core.errors import CheckpointError, ConfigError, GradientError, shorten
+from booster_core.plugin import Capability, ModelWrapper, boosted_inside, unwrap_model
 from booster_core.state import NamedTensors, compiled_module, has_adapters
 from booster_runtime.lazy.context import continued
 from booster_runtime.lazy.recording import is_lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from peft import LoraConfig, PeftModel
+    from torch import Tensor
     from torch.optim import Optimizer
     from transformers import BitsAndBytesConfig
 
-    from booster_core.plugin import Plugin
+    from booster_core.plugin import Boosted, OptimizerWrapper, Plugin
 
 _INSTALL = "`pip install 'booster-runtime[lora]'`"
 _CONFIG = "adapter_config.json"
@@ -60,8 +66,6 @@ def add_adapters(
         msg = f"`enable_lora` needs peft, which is not installed. Run {_INSTALL}."
         raise ConfigError(msg) from error
     if quantization is not None:
-        from booster_runtime.quantization import quantize_linears
-
         if is_lazy(model):
             msg = "A lazy model has no values to quantise. Build it without `LazyInitContext`, or leave out `quantize`."
             raise ConfigError(msg)
@@ -224,3 +228,134 @@ def _strip(model: nn.Module) -> None:
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def frozen_parameters(objects: Boosted) -> set[str]:
+    """Return the names of a model's frozen parameters that no optimizer lists, before a strategy lays the model out."""
+    if not objects.optimizers:
+        return set()
+    listed = {
+        id(parameter) for each in objects.optimizers for group in each.param_groups for parameter in group["params"]
+    }
+    name_of = NamedTensors.of(objects.model).name_of
+    return {
+        name_of[id(parameter)]
+        for parameter in objects.model.parameters()
+        if not parameter.requires_grad and id(parameter) not in listed
+    }
+
+
+def watch_frozen(boosted: Boosted, names: Collection[str]) -> None:
+    """Let each step of a boosted optimizer check that what was frozen still is."""
+    for optimizer in boosted.optimizers[:1]:
+        optimizer.frozen = FrozenParameters(unwrap_model(boosted.model), names)
+
+
+class FrozenParameters:
+    """Checks at each step that the parameters which an optimizer does not train are still frozen.
+
+    Args:
+        model: The user's own model, as the strategy has laid it out.
+        names: The parameters; what a parameter group that is added later lists is trained.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+        tensors = NamedTensors.of(model).tensors
+        self._tensors: dict[str, Tensor] = {name: tensors[name] for name in sorted(names) if name in tensors}
+
+    def check(self, optimizer: OptimizerWrapper) -> None:
+        """Check that none requires gradients.
+
+        Raises:
+            GradientError: If one does.
+        """
+        if not any(tensor.requires_grad for tensor in self._tensors.values()):
+            return
+        listed = set().union(*(each.listed_parameters() for each in optimizer.scaling.optimizers))
+        names = [name for name, tensor in self._tensors.items() if tensor.requires_grad and id(tensor) not in listed]
+        if names:
+            msg = (
+                f"{len(names)} parameters that were frozen at `boost` require gradients now, such as '{names[0]}', and "
+                "would not be trained. Unfreeze them (or set the adapter) before the optimizer is made and `boost` is "
+                "called, or freeze them again before `step`."
+            )
+            raise GradientError(msg)
+
+
+_NOT_PACKED = (nn.Embedding, nn.modules.conv._ConvNd)  # noqa: SLF001 - the convolutions' base has no public name
+"""Layers that libraries keep in full precision, as everyone expects."""
+
+
+def check_quantization(config: Any, device: torch.device) -> BitsAndBytesConfig:
+    """Return how a base is quantised; 4 bits (nf4, twice quantised) where nothing is said.
+
+    Raises:
+        TypeError: If ``config`` is no ``transformers.BitsAndBytesConfig``.
+        ConfigError: If the device is neither CUDA nor the CPU, or bitsandbytes or transformers are not installed.
+    """
+    if device.type not in ("cuda", "cpu"):
+        msg = f"A base is quantised on CUDA and the CPU, and this run's device is '{device}'. Leave out `quantize`."
+        raise ConfigError(msg)
+    try:
+        import bitsandbytes  # type: ignore[import-not-found,unused-ignore]  # noqa: F401 - whether it is there
+        from transformers import BitsAndBytesConfig
+    except ImportError as error:
+        msg = "A quantised base needs bitsandbytes and transformers. Run `pip install bitsandbytes transformers`."
+        raise ConfigError(msg) from error
+    if config is None:
+        return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    if not isinstance(config, BitsAndBytesConfig):
+        msg = f"`bnb_quantization_config` must be a transformers.BitsAndBytesConfig; got `{type(config).__name__}`."
+        raise TypeError(msg)
+    return config
+
+
+def quantize_linears(model: nn.Module, config: BitsAndBytesConfig) -> None:
+    """Replace a model's linear layers by quantised ones, in place; values are packed when they reach the device.
+
+    The output head, and what ``config.llm_int8_skip_modules`` names, stay as they are.
+
+    Raises:
+        ConfigError: If other layers hold matrices, which transformers' integration does not quantise.
+    """
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    skipped = [*(config.llm_int8_skip_modules or [])]
+    skipped += [path for path, layer in model.named_modules() if layer is head]
+    before = {path: layer for path, layer in model.named_modules() if should_convert_module(path, skipped)}
+    left_alone = [
+        path
+        for path, layer in before.items()
+        if type(layer) is not nn.Linear and not isinstance(layer, (Conv1D, *_NOT_PACKED)) and _has_matrices(layer)
+    ]
+    if left_alone:
+        msg = (
+            f"{len(left_alone)} layers of `{type(model).__name__}` hold matrices that can't be quantised: "
+            f"{shorten(left_alone)}. Name them in `llm_int8_skip_modules` of a `bnb_quantization_config` to keep them "
+            "in full precision."
+        )
+        raise ConfigError(msg)
+    replace_with_bnb_linear(model, skipped, config)
+    for path, packed in model.named_modules():
+        source = before.get(path)
+        if isinstance(source, (nn.Linear, Conv1D)) and packed is not source:
+            values = source.weight.detach()
+            values = values.T.contiguous() if isinstance(source, Conv1D) else values
+            kind, options = type(packed.weight), vars(packed.weight)
+            packed.weight = kind(values, requires_grad=False, **options)
+            packed.bias = source.bias
+    # peft chooses its layers by these.
+    model.is_loaded_in_4bit = bool(config.load_in_4bit)  # type: ignore[assignment]
+    model.is_loaded_in_8bit = not config.load_in_4bit  # type: ignore[assignment]
+
+
+def _has_matrices(layer: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in layer.parameters(recurse=False))

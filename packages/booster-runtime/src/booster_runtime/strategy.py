@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, Plugin
 from booster_runtime.data.shard import compare_splits, shard_dataloader
 from booster_runtime.data.watches import watch_first_batch
-from booster_runtime.frozen import frozen_parameters, watch_frozen
-from booster_runtime.lazy.boosting import begin_lazy, check_not_taken, compare_models
-from booster_runtime.lora import check_adapters, drop_frozen
+from booster_runtime.lazy.recording import begin_lazy, check_not_taken, compare_models
+from booster_runtime.lora import (
+    add_adapters,
+    check_adapters,
+    check_quantization,
+    drop_frozen,
+    frozen_parameters,
+    watch_frozen,
+)
+from booster_runtime.model_methods import take_over
 from booster_runtime.replicas import compare_parameters
-from booster_runtime.save_pretrained import take_over
-from booster_runtime.sharding.reductions import describe_reductions
+from booster_runtime.sharding.formats import describe_reductions
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
@@ -192,14 +198,10 @@ class Strategy(Plugin):
 
         Collective: every rank of the world, with ``pretrained_dir``.
         """
-        from booster_runtime.lora import add_adapters
-
         # A folder may be there for some ranks only.
         together = contextlib.nullcontext() if pretrained_dir is None else context.coordinator.together("enable_lora")
         with together:
             if quantization is not None:
-                from booster_runtime.quantization import check_quantization
-
                 quantization = check_quantization(None if quantization is True else quantization, context.device)
             return add_adapters(
                 model, self, lora_config=lora_config, pretrained_dir=pretrained_dir, quantization=quantization

@@ -6,8 +6,7 @@ from booster_zero import torch_private as _torch_private  # noqa: F401 - which c
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.optimizer import ShardedOptimizer
 from booster_zero.engine.state import ShardedStateAdapter
-from booster_zero.lazy import fill_model
-from booster_zero.model import ShardedModel
+from booster_zero.model import ShardedModel, fill_model
 from booster_zero.plugin import LowLevelZeroPlugin
 
 __all__ = ["LowLevelZeroPlugin", "ShardedModel", "ShardedOptimizer", "ShardedStateAdapter", "ZeroConfig", "fill_model"]

@@ -27,14 +27,12 @@ from booster_runtime.strategy import OF_LOSS_SCALE, OF_PRECISION, STRATEGY_TRAIN
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.engine import ShardedEngine, engine_of
 from booster_zero.engine.gatherer import Gatherer
-from booster_zero.engine.gradients import holder_of, keeping_gradients, keeping_shards, set_gradient
-from booster_zero.engine.listed import ListedParameters
+from booster_zero.engine.layout import ListedParameters
 from booster_zero.engine.memory import Memory
-from booster_zero.engine.optimizer import ShardedOptimizer
+from booster_zero.engine.optimizer import ShardedOptimizer, holder_of, keeping_gradients, set_gradient
 from booster_zero.engine.partition import default_bucket_bytes
 from booster_zero.engine.state import ShardedStateAdapter
-from booster_zero.lazy import fill_model
-from booster_zero.model import ShardedModel
+from booster_zero.model import ShardedModel, fill_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,9 +43,56 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_runtime.lazy import Recording
     from booster_runtime.sharding import ShardingRanks
+    from booster_zero.engine.options import ShardingOptions
+
+__all__ = ["BucketStrategy", "LowLevelZeroPlugin"]
 
 
-class LowLevelZeroPlugin(Strategy):
+class BucketStrategy(Strategy):
+    """A strategy that keeps gradients and optimizer state in buckets, split over the ranks.
+
+    Args:
+        config: Options.
+        precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
+    """
+
+    placeholders: ClassVar[Literal["device", "own"] | None] = "device"
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
+        Capability.DATA_PARALLEL,
+        Capability.SEVERAL_OPTIMIZERS,
+    }
+
+    config: ShardingOptions
+
+    def __init__(self, config: ShardingOptions, precision: PrecisionPolicy | str | None) -> None:
+        self.config = config
+        self.precision = None if precision is None else PrecisionPolicy.parse(precision)
+        self._ranks = RanksOfWorld(config.replica_size)
+
+    def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
+        """Return the policy with working parameters in the compute format, and masters of them where it is narrow.
+
+        Raises:
+            ConfigError: If ``reduce_dtype`` and ``communication_dtype`` differ, or fp32 compute is to have masters.
+        """
+        return self.config.resolve_precision(policy, self.name)
+
+    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
+        """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
+        parameter = unwrap_model(model).get_parameter(name)
+        holder = holder_of(model.boosted_optimizers, parameter)
+        return None if holder is None else holder.full_gradient(parameter)
+
+    def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
+        """Replace a parameter's gradient in the shards, which `full_gradient` has returned just before.
+
+        Raises:
+            ConfigError: If the boosted optimizer does not hold the parameter.
+        """
+        set_gradient(model.boosted_optimizers, unwrap_model(model).get_parameter(name), values, name)
+
+
+class LowLevelZeroPlugin(BucketStrategy):
     """Data parallelism whose optimizer state (stage 1) and gradients (stage 2) are split over the ranks.
 
     `ZeroConfig` documents the keywords of the signature, and `ShardingOptions` those that it shares with Gemini.
@@ -65,13 +110,9 @@ class LowLevelZeroPlugin(Strategy):
     Reference: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054).
     """
 
+    config: ZeroConfig
     name: ClassVar[str] = "zero"
     api_version: ClassVar[int] = 2
-    placeholders: ClassVar[Literal["device", "own"] | None] = "device"
-    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
-        Capability.DATA_PARALLEL,
-        Capability.SEVERAL_OPTIMIZERS,
-    }
     renamed_arguments: ClassVar[Mapping[str, str]] = {
         **OF_LOSS_SCALE,
         **OF_PRECISION,
@@ -104,9 +145,7 @@ class LowLevelZeroPlugin(Strategy):
                 "plugin='gemini', 'fsdp', or 'hybrid' with `zero_stage=3`."
             )
             raise ConfigError(msg)
-        self.config = config_of(ZeroConfig, locals())
-        self.precision = None if precision is None else PrecisionPolicy.parse(precision)
-        self._ranks = RanksOfWorld(replica_size)
+        super().__init__(config_of(ZeroConfig, locals()), precision)
 
     @classmethod
     def settings_to_plan(cls, world_size: int) -> list[dict[str, Any]]:
@@ -117,14 +156,6 @@ class LowLevelZeroPlugin(Strategy):
     def offloading(self) -> str | None:
         """Return the option that offloads, if any; ``booster plan`` can't tell device and host memory apart."""
         return f"offload={self.config.offload!r}" if self.config.offload else None
-
-    def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
-        """Return the policy with working parameters in the compute format, and masters of them where it is narrow.
-
-        Raises:
-            ConfigError: If ``reduce_dtype`` and ``communication_dtype`` differ, or fp32 compute is to have masters.
-        """
-        return self.config.resolve_precision(policy, self.name)
 
     def check_model(self, objects: Boosted, context: BoostContext) -> None:
         """Refuse parameters that share memory, and embeddings that change their table in forward."""
@@ -230,22 +261,7 @@ class LowLevelZeroPlugin(Strategy):
 
         From stage 2 on each is reduced into its shard, and the last backward averages over the replicas of shards.
         """
-        optimizer = model.boosted_optimizer
-        return keeping_gradients(optimizer) if self.config.stage == 1 else keeping_shards(optimizer)
-
-    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
-        parameter = unwrap_model(model).get_parameter(name)
-        holder = holder_of(model.boosted_optimizers, parameter)
-        return None if holder is None else holder.full_gradient(parameter)
-
-    def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
-        """Replace a parameter's gradient in the shards, which `full_gradient` has returned just before.
-
-        Raises:
-            ConfigError: If the boosted optimizer does not hold the parameter.
-        """
-        set_gradient(model.boosted_optimizers, unwrap_model(model).get_parameter(name), values, name)
+        return keeping_gradients(model.boosted_optimizer, in_shards=self.config.stage > 1)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""

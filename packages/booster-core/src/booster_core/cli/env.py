@@ -13,8 +13,7 @@ import click
 import importlib_metadata
 
 from booster_core import discovery
-from booster_core.ranks.devices import choose_backend, describe_devices
-from booster_core.ranks.environments import variables
+from booster_core.ranks.environments import choose_backend, describe_devices, variables
 
 _THIRD_PARTY = ("torch", "safetensors", "transformers", "peft", "numpy", "pluggy", "importlib_metadata")
 _VARIABLES = (

@@ -11,8 +11,8 @@ from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
     from booster_core.discovery import PluginListing, installed, load
-    from booster_core.plugin.call_guard import through_guard
     from booster_core.plugin.checks import check_arguments
+    from booster_core.plugin.guards import through_guard
     from booster_core.plugin.hooks import hook_relay, register_hooks, unregister_hooks
     from booster_core.plugin.hookspecs import hookimpl
     from booster_core.plugin.interface import (
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     )
     from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
     from booster_core.plugin.optimizer import OptimizerWrapper, check_loss, unscaled_gradient, write_gradient
-    from booster_core.plugin.option_types import check_argument_types, check_option_types
-    from booster_core.plugin.placement import (
+    from booster_core.plugin.options import check_argument_types, check_option_types
+    from booster_core.plugin.scaling import GradientScaling
+    from booster_core.plugin.settings import (
         check_no_masters,
         holds_numbers,
         normalisation_parameters,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         rebind,
         stored_dtypes,
     )
-    from booster_core.plugin.scaling import GradientScaling
     from booster_core.plugin.single import SingleDevicePlugin
     from booster_core.state import StateAdapter, TensorShard
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from booster_core.checkpoint_io import keeps_position
 from booster_core.errors import ConfigError, PluginError
-from booster_core.plugin.call_guard import was_boosted
+from booster_core.plugin.guards import was_boosted
 from booster_core.plugin.interface import Boosted, Capability, as_tuple
 from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.plugin.optimizer import OptimizerWrapper

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 from booster_core.errors import ConfigError, PluginError
-from booster_core.plugin.renamed import refuse_renamed
+from booster_core.plugin.options import refuse_renamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -244,7 +244,7 @@ class Plugin(ABC):
         Raises:
             ConfigError: If the plugin can't keep the formats that the policy names.
         """
-        from booster_core.plugin.placement import check_no_masters
+        from booster_core.plugin.settings import check_no_masters
 
         return check_no_masters(policy, self.name)
 
@@ -253,7 +253,7 @@ class Plugin(ABC):
 
         The accelerator of this machine is driven as CUDA is, whatever its type.
         """
-        from booster_core.ranks.devices import accelerator
+        from booster_core.ranks.environments import accelerator
 
         kind = Capability.CUDA.value if device_type == accelerator() else device_type
         return kind in {capability.value for capability in self.capabilities}

@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.plugin.call_guard import guard_forward, through_guard
-from booster_core.plugin.structure import Structure
-from booster_core.precision.casting import cast_floating
-from booster_core.precision.parts import autocast_parts
+from booster_core.plugin.guards import Structure, guard_forward, through_guard
+from booster_core.precision.casting import autocast_parts, cast_floating
 from booster_core.ranks.calls import NamedCall
 from booster_core.state.names import compiled_module, without_adapters
 
@@ -44,7 +42,7 @@ class ModelWrapper(nn.Module):
     ``state_dict``, ``load_state_dict`` and attributes are those of the user's model, under its own names, and so are
     items, length and iteration of a container, such as ``nn.Sequential``. Methods other
     than ``forward`` (``generate``) run on the user's model directly. One that calls the model itself raises in training
-    (`booster_core.plugin.call_guard`), because that forward would bypass the strategy.
+    (`booster_core.plugin.guards`), because that forward would bypass the strategy.
     """
 
     boosted_optimizers: tuple[OptimizerWrapper, ...] = ()

@@ -16,12 +16,11 @@ from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from booster_core.errors import CheckpointError, ConfigError, GradientError
-from booster_core.gradients.clip import clip_by_norm, clip_by_value, scale_by_norm
-from booster_core.gradients.norm import check_norm_arguments
-from booster_core.plugin.call_guard import guard_step, share_zero_grad, zero_grad_inside
+from booster_core.gradients import check_norm_arguments, clip_by_norm, clip_by_value, scale_by_norm
+from booster_core.plugin.guards import guard_step, share_zero_grad, zero_grad_inside
 from booster_core.plugin.interface import as_tuple
 from booster_core.plugin.scaling import GradientScaling
-from booster_core.plugin.step_draws import StepDraws
+from booster_core.plugin.step_agreement import StepDraws
 from booster_core.precision.loss_scaler import any_raised, unscale
 from booster_core.ranks.calls import NamedCall
 

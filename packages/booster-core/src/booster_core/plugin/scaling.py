@@ -12,7 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.plugin.group_settings import GroupSettings
+from booster_core.plugin.step_agreement import GroupSettings
 from booster_core.precision.loss_scaler import DynamicLossScaler
 
 if TYPE_CHECKING:

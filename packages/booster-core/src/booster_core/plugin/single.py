@@ -10,8 +10,8 @@ from booster_core.errors import ConfigError
 from booster_core.plugin.interface import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, like
 from booster_core.plugin.model import ModelWrapper
 from booster_core.plugin.optimizer import OptimizerWrapper
-from booster_core.plugin.placement import place_model
 from booster_core.plugin.scaling import GradientScaling
+from booster_core.plugin.settings import place_model
 from booster_core.ranks.environments import detect
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
         refuse_capture,
     )
     from booster_core.ranks.coordinator import DistCoordinator, Together
-    from booster_core.ranks.devices import accelerator, choose_backend, describe_devices
     from booster_core.ranks.digests import digest
-    from booster_core.ranks.environments import Environment
+    from booster_core.ranks.environments import Environment, accelerator, choose_backend, describe_devices
     from booster_core.ranks.launch import ensure_process_group, seed_everything
     from booster_core.ranks.meeting import Meetings, Outcome
     from booster_core.ranks.store import Host, this_host

@@ -18,8 +18,7 @@ from booster_core.errors import ConfigError, LaunchError
 from booster_core.plugin.hooks import hook_relay
 from booster_core.ranks import environments
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.devices import choose_backend, use_device
-from booster_core.ranks.environments import Environment
+from booster_core.ranks.environments import Environment, choose_backend, use_device
 from booster_core.ranks.store import distinct_names, hosts_of, local_rank_of, meet_at_launch, open_store
 from booster_core.ranks.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_world, open_world
 

@@ -16,8 +16,7 @@ import torch
 
 from booster_core.errors import OffloadError
 from booster_gemini.memory.disk import DiskPlace
-from booster_gemini.memory.host import HostPlace
-from booster_gemini.memory.ring import Copies, Ring, give_back_freed
+from booster_gemini.memory.ring import Copies, HostPlace, Ring, give_back_freed
 from booster_gemini.plan import Schedule
 from booster_runtime.collectives import Pending
 from booster_zero.engine import Memory, Role

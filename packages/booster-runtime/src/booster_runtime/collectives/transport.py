@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 
 from booster_core.precision import NARROW
-from booster_runtime.collectives.pending import Pending
-from booster_runtime.collectives.rows import RowExchange
-from booster_runtime.collectives.stages import Stages
-from booster_runtime.collectives.sums import COMBINED, SUMMED, combine_into, overlaps, scale_of, sum_into
+from booster_runtime.collectives.pending import Pending, Stages
+from booster_runtime.collectives.sums import COMBINED, SUMMED, RowExchange, combine_into, overlaps, scale_of, sum_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from booster_runtime.data.batches import call_with, move_batch, named_forward, num_samples, taken_by
-from booster_runtime.data.containers import (
+from booster_runtime.data.batches import (
+    call_with,
     fields_of,
     hidden_tensors,
     hides_tensors,
     leaves_by_path,
+    move_batch,
+    named_forward,
+    num_samples,
+    taken_by,
     tensors_of,
     with_fields,
 )

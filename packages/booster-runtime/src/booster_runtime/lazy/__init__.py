@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from booster_runtime.lazy.boosting import hollow_objects, place_or_hollow
 from booster_runtime.lazy.context import LazyInitContext
 from booster_runtime.lazy.files import load_pretrained
-from booster_runtime.lazy.host import shards_from_host
-from booster_runtime.lazy.recording import Recording, is_lazy, materialize, take_recording
+from booster_runtime.lazy.holders import shards_from_host
+from booster_runtime.lazy.recording import (
+    Recording,
+    hollow_objects,
+    is_lazy,
+    materialize,
+    place_or_hollow,
+    take_recording,
+)
 
 __all__ = [
     "LazyInitContext",

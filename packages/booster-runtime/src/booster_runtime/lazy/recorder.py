@@ -19,8 +19,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from booster_core.errors import LazyInitError
 from booster_runtime.lazy.files import OpenFiles
 from booster_runtime.lazy.generators import Generators
-from booster_runtime.lazy.log import Constant, Entry, Ref, Storages
-from booster_runtime.lazy.operations import FACTORIES, OVERWRITES, SHAPE_ONLY, is_deferrable, is_random, written
+from booster_runtime.lazy.log import (
+    FACTORIES,
+    OVERWRITES,
+    SHAPE_ONLY,
+    Constant,
+    Entry,
+    Ref,
+    Storages,
+    is_deferrable,
+    is_random,
+    written,
+)
 from booster_runtime.lazy.replay import Replay, find_live
 from booster_runtime.lazy.tensor import REMEDY, LazyTensor
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from booster_runtime.lazy.log import Constant, Entry, Ref
-from booster_runtime.lazy.operations import COPIES, UNSET
+from booster_runtime.lazy.log import COPIES, UNSET, Constant, Entry, Ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

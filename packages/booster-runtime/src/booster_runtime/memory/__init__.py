@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from booster_runtime.memory.absent import AbsentTensors, is_absent, only_describes, sees_all_uses, values_of
-from booster_runtime.memory.blocks import block_bytes, has_values, host_stands_for_device, without_values
-from booster_runtime.memory.copy_stream import CopyStream
 from booster_runtime.memory.host_memory import (
     ALIGNMENT,
+    CopyStream,
     OffloadFolder,
     aligned,
     aligned_buffer,
+    block_bytes,
+    has_values,
+    host_stands_for_device,
     locked_buffer,
+    without_values,
     zeros_in_pages,
 )
 

@@ -1,4 +1,7 @@
-"""Host memory outside of the C library's heap: whole pages, which files are read into; and a folder."""
+"""Host memory outside of the C library's heap: whole pages, which files are read into; a folder; a stream of copies.
+
+In a plan, tensors of the host stand for those of a device, and have no values.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import errno
 import mmap
 import os
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +19,10 @@ import torch
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
+
 
 ALIGNMENT = 4096
 """Offsets, lengths and addresses of direct file I/O are multiples of this many bytes."""
@@ -172,3 +179,99 @@ class OffloadFolder:
             return f"{self.free_bytes()} are free"
         except OSError as gone:
             return f"the folder can't be asked: {gone.strerror}"
+
+
+class CopyStream:
+    """A stream of copies and collectives in parallel to the one that computes; nothing on the CPU, which has none.
+
+    Args:
+        device: The device whose memory is copied from and to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+
+    @contextlib.contextmanager
+    def after_compute(self) -> Iterator[None]:
+        """Run what the body starts after what has been started so far, and in parallel to what is started later."""
+        self.wait_for_compute()
+        with self.own_order():
+            yield
+
+    @contextlib.contextmanager
+    def own_order(self) -> Iterator[None]:
+        """Run what the body starts only after what this stream was told to wait for, such as its own earlier work.
+
+        Memory that the body allocates is used again by this stream, once it is freed.
+        """
+        if self._stream is None:
+            yield
+            return
+        # Another object for the same stream: torch 2.10 enters none that is entered already.
+        ours = self._stream
+        with torch.Stream(stream_id=ours.stream_id, device_index=ours.device_index, device_type=ours.device_type):
+            yield
+
+    def wait_for_compute(self) -> None:
+        """Let what this stream starts later come after what has been started so far on the stream that computes."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+
+    def wait(self, event: torch.Event | None) -> None:
+        """Let what this stream starts later come after an event."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def synchronize(self) -> None:
+        """Return when everything started in this stream so far has ended."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def record(self) -> torch.Event | None:
+        """Return an event that comes when everything started in this stream so far has ended."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+_stands_for_device: ContextVar[bool] = ContextVar("booster host tensors of a plan", default=False)
+"""Whether this thread's tensors of the host stand for those of an accelerator."""
+
+
+_has_values: ContextVar[bool] = ContextVar("booster tensors with values", default=True)
+"""Whether this thread's tensors have the values that were computed."""
+
+
+def has_values() -> bool:
+    """Return whether tensors have values, so that comparing them tells something; not in a plan."""
+    return _has_values.get()
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Let nobody compare values of this thread's tensors inside, as these are never computed."""
+    token = _has_values.set(False)
+    try:
+        yield
+    finally:
+        _has_values.reset(token)
+
+
+def block_bytes(device: torch.device, on_host: int, on_device: int) -> int:
+    """Return the size of a block.
+
+    Args:
+        device: Where the tensor is.
+        on_host: For the CPU, so that a block stays in its cache.
+        on_device: For an accelerator, where starting an operation takes longer than running a small one.
+    """
+    return on_host if device.type == "cpu" and not _stands_for_device.get() else on_device
+
+
+@contextlib.contextmanager
+def host_stands_for_device() -> Iterator[None]:
+    """Let this thread take an accelerator's blocks of the host's tensors, which stand for its in a plan."""
+    token = _stands_for_device.set(True)
+    try:
+        yield
+    finally:
+        _stands_for_device.reset(token)

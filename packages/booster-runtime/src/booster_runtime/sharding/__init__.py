@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from booster_core.plugin import normalisation_parameters
 from booster_core.state import frozen_base
+from booster_runtime.model_methods import generate_together, generating_model
 from booster_runtime.muon import update_cost
-from booster_runtime.sharding.broadcast import BufferWatch, agree_on_values, send_first
 from booster_runtime.sharding.checks import (
     check_distinct_memory,
     not_optimized,
@@ -14,9 +14,9 @@ from booster_runtime.sharding.checks import (
     refuse_composed,
     refuse_gradient,
     refuse_renormalized,
+    watch_gradient_hooks,
     without_optimizer,
 )
-from booster_runtime.sharding.coupling import CouplingCheck
 from booster_runtime.sharding.dtensor import (
     DTensorStateAdapter,
     dtensor_of,
@@ -26,14 +26,14 @@ from booster_runtime.sharding.dtensor import (
 )
 from booster_runtime.sharding.elementwise import (
     OF_TORCH,
+    CouplingCheck,
     is_by_matrix,
     keeps_blocks,
     may_couple,
     partition_for,
     step_cost,
 )
-from booster_runtime.sharding.generating import generate_together, generating_model
-from booster_runtime.sharding.gradient_hooks import watch_gradient_hooks
+from booster_runtime.sharding.formats import describe_reductions, note_compute, note_reductions, working_dtypes
 from booster_runtime.sharding.hosting import (
     HostedOptimizer,
     ParameterPiece,
@@ -53,17 +53,18 @@ from booster_runtime.sharding.layers import (
     parametrized_in_forward,
     without_split_ties,
 )
-from booster_runtime.sharding.narrow import working_dtypes
 from booster_runtime.sharding.ranks import (
     AnyRankFlags,
+    BufferWatch,
     RanksOfWorld,
     ShardingRanks,
+    agree_on_values,
     control_device,
     make_ranks,
     raised_on_all,
+    send_first,
     sharding_groups,
 )
-from booster_runtime.sharding.reductions import describe_reductions, note_compute, note_reductions
 from booster_runtime.torch_private import check_names
 
 __all__ = [

@@ -33,9 +33,8 @@ from booster_core.ranks import refuse_capture
 from booster_runtime import collectives
 from booster_runtime.collectives import Pending, in_place_terms, sum_into
 from booster_runtime.memory import AbsentTensors
-from booster_zero.engine.formats import cut_pieces, is_elementwise
-from booster_zero.engine.gradient_packer import GradientPacker
 from booster_zero.engine.memory import FlatBuffer, Role
+from booster_zero.engine.partition import GradientPacker, cut_pieces, is_elementwise
 from booster_zero.engine.states import TRANSITIONS, Keep, WholeState, check_transition
 
 if TYPE_CHECKING:
@@ -45,10 +44,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_runtime.sharding import ShardingRanks, State
-    from booster_zero.engine.buffer_pool import BufferPool
-    from booster_zero.engine.formats import BucketPiece, Format
-    from booster_zero.engine.memory import Memory
-    from booster_zero.engine.partition import BucketPlan
+    from booster_zero.engine.memory import BufferPool, Memory
+    from booster_zero.engine.partition import BucketPiece, BucketPlan, Format
 
 _ALIGNMENT_BYTES = 64
 """What tensors in one buffer begin at multiples of."""

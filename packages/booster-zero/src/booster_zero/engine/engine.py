@@ -36,12 +36,11 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, GradientScaling
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
-    from booster_zero.engine.formats import Format
     from booster_zero.engine.gatherer import Gatherer
-    from booster_zero.engine.layout import Layout
-    from booster_zero.engine.listed import ListedParameters
+    from booster_zero.engine.layout import Layout, ListedParameters
     from booster_zero.engine.memory import Memory
     from booster_zero.engine.options import ShardingOptions
+    from booster_zero.engine.partition import Format
 
 
 class _Told(NamedTuple):

@@ -24,12 +24,10 @@ from booster_runtime import collectives
 from booster_runtime.compiling import is_compiled
 from booster_runtime.sharding import parametrized_in_forward
 from booster_zero.engine.bucket import Bucket
-from booster_zero.engine.buffer_pool import BufferPool
 from booster_zero.engine.layout import Layout
-from booster_zero.engine.order_check import OrderCheck
+from booster_zero.engine.memory import BufferPool
 from booster_zero.engine.states import Keep, WholeState
-from booster_zero.engine.timeline import Timeline
-from booster_zero.engine.writes import WriteWatch, changed_error
+from booster_zero.engine.uses import OrderCheck, Timeline, WriteWatch, changed_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
@@ -39,8 +37,8 @@ if TYPE_CHECKING:
 
     from booster_runtime.collectives import Pending
     from booster_runtime.sharding import ShardingRanks
-    from booster_zero.engine.formats import Format
     from booster_zero.engine.memory import Memory
+    from booster_zero.engine.partition import Format
 
 
 _BACKWARD = "backward"
@@ -569,15 +567,6 @@ class Gatherer:
         self.order.check(most[1:])
 
     # ---- changes
-
-    def raise_own_changes(self) -> None:
-        """Raise for parameters that were changed by hand on this rank.
-
-        Raises:
-            ConfigError: If there are any.
-        """
-        if (error := self.take_changes()) is not None:
-            raise error
 
     def take_changes(self) -> ConfigError | None:
         """Return the error for parameters that were changed by hand on this rank, and forget them."""

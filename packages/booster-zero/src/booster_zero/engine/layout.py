@@ -1,4 +1,4 @@
-"""All buckets of one model, and new ones for parameters that an optimizer lists only later."""
+"""All buckets of one model, with those of parameters that are listed only later, and which optimizer lists which."""
 
 from __future__ import annotations
 
@@ -9,23 +9,59 @@ import torch
 
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
-from booster_runtime.sharding import piece_shard, step_cost
+from booster_runtime.sharding import is_by_matrix, partition_for, piece_shard, step_cost
 from booster_zero.engine.partition import assign_owners, plan_flat, plan_whole
 from booster_zero.engine.states import Keep
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from booster_core.state import ShardFollower, TensorShard
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
-    from booster_zero.engine.formats import BucketPiece, Format
-    from booster_zero.engine.partition import BucketPlan
+    from booster_zero.engine.partition import BucketPiece, BucketPlan, Format
 
     _Sharing = tuple[ShardingRanks, bool, tuple[int, ...]]
+
+
+class ListedParameters:
+    """The parameters that the groups of a model's optimizers list.
+
+    Args:
+        optimizers: The user's optimizers, whose groups list the model's parameters still.
+        partition: How parameters are to be cut, see `ShardingOptions`.
+
+    Attributes:
+        partitions: How each of the optimizers takes parameters: ``"flat"`` or ``"parameter"``.
+        by_matrix: Whether each of them updates matrices by themselves.
+
+    Raises:
+        ConfigError: If one of the optimizers can't be sharded.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], partition: str) -> None:
+        # Parameters that no optimizer lists go with those of the first.
+        self.partitions = [partition_for(each, partition) for each in optimizers] or ["flat"]
+        self.by_matrix = [is_by_matrix(each) for each in optimizers] or [False]
+        self._number_of: dict[int, int] = {}
+        for number, each in enumerate(optimizers):
+            for group in each.param_groups:
+                self.add(group["params"], number)
+
+    def add(self, parameters: Iterable[Tensor], number: int) -> None:
+        """Count parameters as those of the optimizer with a number."""
+        self._number_of.update((id(parameter), number) for parameter in parameters)
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._number_of
+
+    def number_of(self, parameter: Tensor) -> int:
+        """Return which optimizer steps on a parameter."""
+        return self._number_of.get(id(parameter), 0)
 
 
 _COPIED_BYTES = 25 * 2**20

@@ -2,12 +2,18 @@
 
 A step reads top to bottom in `ShardedOptimizer.step` and `ShardedOptimizer.update_parameters`. All that belongs to the
 model rather than to one of its optimizers is in the `ShardedEngine`.
+
+torch's own optimizers keep everything that they remember by parameter, so they may step on some parameters at a time.
+Another class may count steps for a whole group, or keep state of its own, and steps on everything at once. Methods of a
+class other than torch's, such as ``train`` and ``eval`` of schedule-free optimizers, may write parameters, of which
+they see this rank's pieces alone: what they write is brought into all parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +22,18 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients import check_finite_norm, global_norm
-from booster_core.plugin import OptimizerWrapper
+from booster_core.plugin import OptimizerWrapper, write_gradient
 from booster_core.ranks import NamedCall, refuse_capture
-from booster_runtime.sharding import OF_TORCH, AnyRankFlags, CouplingCheck, may_couple
-from booster_zero.engine.bucket import stepping_on
+from booster_runtime.sharding import OF_TORCH, AnyRankFlags, CouplingCheck, may_couple, not_optimized
+from booster_zero.engine.bucket import bit_sums, stepping_on
 from booster_zero.engine.memory import Role
-from booster_zero.engine.own_methods import call_own_method, is_own_method
-from booster_zero.engine.parts import only, steps_in_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
 
     from booster_runtime.collectives import Pending
     from booster_zero.engine.bucket import Bucket
@@ -74,8 +79,30 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        own = is_own_method(self.unwrap(), name, found)
-        return functools.partial(call_own_method, self, name, found) if own else found
+        is_own = getattr(found, "__self__", None) is self.optim and not hasattr(torch.optim.Optimizer, name)
+        return functools.partial(self._call_own_method, name, found) if is_own else found
+
+    def _call_own_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's optimizer that torch's have not, and bring what it writes to every rank.
+
+        Collective: every rank of the world, with the same arguments.
+        """
+        buckets, engine = self.buckets(), self.engine
+        with NamedCall(f"optimizer.{name}"):
+            engine.gatherer.begin_step()
+            with contextlib.ExitStack() as stack:
+                for bucket in buckets:
+                    if bucket.memory.moves:
+                        stack.enter_context(bucket.stepping())
+                before = [bit_sums(bucket.values) for bucket in buckets]
+                with self.hosted.showing_pieces():
+                    result = method(*args, **kwargs)
+                self.take_assigned(buckets)
+                same = [torch.equal(was, bit_sums(each.values)) for was, each in zip(before, buckets, strict=True)]
+            # A rank that owns nothing of a bucket does not see what others have written into it.
+            anywhere = AnyRankFlags(bytearray(not each for each in same), engine.device, engine.ranks.holders).wait()
+            engine.gatherer.end_step({each: each.publish() for each in itertools.compress(buckets, anywhere)})
+        return result
 
     def find_unlisted(self, model: nn.Module) -> list[nn.Parameter]:
         """Return none: all trained parameters are laid out."""
@@ -413,3 +440,90 @@ class ShardedOptimizer(OptimizerWrapper):
         max_norm = self.engine.config.max_norm
         if max_norm > 0 and self.scaling.norm is None:
             self.clip_grad_by_norm(max_norm)
+
+
+def steps_in_parts(optimizer: Optimizer) -> bool:
+    """Return whether calling ``step`` once for each part of the parameters equals calling it once for all.
+
+    Args:
+        optimizer: The user's optimizer. One with hooks around ``step`` is stepped once: hooks count steps.
+    """
+    return type(optimizer) in OF_TORCH and not _has_step_hooks(optimizer)
+
+
+@contextlib.contextmanager
+def only(optimizer: Optimizer, held: Sequence[Sequence[nn.Parameter]]) -> Iterator[None]:
+    """Let an optimizer's groups list some of their parameters only, while the body runs.
+
+    Args:
+        optimizer: The optimizer.
+        held: For each group, the parameters that it lists meanwhile.
+    """
+    groups = optimizer.param_groups
+    everything = [list(group["params"]) for group in groups]
+    try:
+        for group, some in zip(groups, held, strict=True):
+            group["params"][:] = some
+        yield
+    finally:
+        for group, parameters in zip(groups, everything, strict=True):
+            group["params"][:] = parameters
+
+
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    return any(bool(vars(optimizer).get(name)) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
+
+
+@contextlib.contextmanager
+def keeping_gradients(optimizer: Optimizer | None, *, in_shards: bool) -> Iterator[None]:
+    """Keep gradients, inside, until the first backward after the body, or `ShardedOptimizer.settle`.
+
+    Args:
+        optimizer: The boosted optimizer; nothing changes where it is another.
+        in_shards: Reduce them into shards, which are averaged over replicas afterwards; else they stay whole, here.
+
+    Collective: none; each backward inside is, in the shard group, ``in_shards``.
+    """
+    if not isinstance(optimizer, ShardedOptimizer):
+        yield
+        return
+    reducer, underway = optimizer.reducer, optimizer.reducer.underway
+    before = reducer.is_paused, underway.averages
+    if in_shards:
+        underway.averages = False
+    else:
+        reducer.is_paused = True
+    try:
+        yield
+    finally:
+        reducer.is_paused, underway.averages = before
+
+
+def set_gradient(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor, name: str) -> None:
+    """Replace this rank's part of a gradient that has been reduced.
+
+    Args:
+        optimizers: The boosted optimizers of the model.
+        parameter: The parameter; some rank has used it.
+        values: In the parameter's shape, without loss scale.
+        name: The parameter's name, for errors.
+
+    Raises:
+        ConfigError: If none of the optimizers holds the parameter.
+    """
+    optimizer = holder_of(optimizers, parameter)
+    if optimizer is None:
+        raise not_optimized(name)
+    layout = optimizer.layout
+    index = next(index for index, each in layout.parameters.items() if each is parameter)
+    bucket = layout.bucket_of(index)
+    piece = bucket.piece_of.get(index)
+    if piece is not None:
+        with bucket.in_use(Role.GRAD, changes=True):
+            part = values.reshape(-1)[piece.start : piece.stop].view(piece.values.shape)
+            write_gradient(bucket.slice_of(bucket.make_gradient(), piece), part, optimizer)
+
+
+def holder_of(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> ShardedOptimizer | None:
+    """Return which of a model's boosted optimizers holds a parameter; ``None`` if none does."""
+    return next((each for each in optimizers if isinstance(each, ShardedOptimizer) and each.holds(parameter)), None)

@@ -13,14 +13,14 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import check_no_masters, check_option_types
 from booster_core.precision import NARROW
 from booster_runtime.sharding import working_dtypes
-from booster_zero.engine.formats import Format
+from booster_zero.engine.partition import Format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from booster_core.precision import PrecisionPolicy
     from booster_runtime.sharding import ShardingRanks
-    from booster_zero.engine.listed import ListedParameters
+    from booster_zero.engine.layout import ListedParameters
 
 _LEAST_TABLE_BYTES = 2**22
 """Smaller tables of embeddings travel with other parameters."""

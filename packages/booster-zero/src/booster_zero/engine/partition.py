@@ -1,17 +1,107 @@
-"""The place of each parameter in a bucket, and which part of it each rank owns: pure arithmetic on numbers.
+"""Which part of a bucket each rank owns: formats of parameters, their places in a bucket, and what is sent of it.
 
 Flat plans give every rank an equal slice of every bucket, wherever a parameter may be cut by that. Whole plans
-give each parameter to one rank and make a bucket's slices as long as what their ranks own.
+give each parameter to one rank and make a bucket's slices as long as what their ranks own. Gradients are sent in as few
+copies and messages as their sizes allow (`GradientPacker`).
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster_runtime.sharding import ParameterPiece, is_cut
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from booster_runtime.sharding import ShardingRanks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """The number formats of a parameter and the devices of its copies; parameters of one format share buckets.
+
+    Args:
+        working: Format that forward reads.
+        master: Format that the optimizer updates.
+        wire: Format in which gradients travel.
+        device: Where forward runs.
+        step_device: Where the optimizer steps, unless the memory that moves its state says otherwise.
+        is_trained: Whether the parameter required a gradient when it was laid out.
+        is_listed: Whether an optimizer listed it.
+        copies: The stages of a pipeline that hold a copy of the parameter each; empty where one stage has it. Buckets
+            of the same copies must be laid out alike on each of the stages.
+        ranks: The ranks that share the parameter, where they are others than those of the layout.
+        is_table: Whether the parameter is large, and forward looks up some of its rows: only these have gradients.
+        optimizer: Which of the model's optimizers steps on the parameter.
+        partition: How that takes it: ``"flat"`` or ``"parameter"``, see `booster_zero.engine.partition`.
+        by_matrix: Whether that updates matrices by themselves, so that work goes by their products.
+    """
+
+    working: torch.dtype
+    master: torch.dtype
+    wire: torch.dtype
+    device: torch.device
+    step_device: torch.device
+    is_trained: bool
+    is_listed: bool = True
+    copies: tuple[int, ...] = ()
+    ranks: ShardingRanks | None = None
+    is_table: bool = False
+    optimizer: int = 0
+    partition: str = "flat"
+    by_matrix: bool = False
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the optimizer updates a copy instead of the working values."""
+        return self.working != self.master or self.device != self.step_device
+
+
+@dataclass(eq=False)
+class BucketPiece(ParameterPiece):
+    """The part of one parameter that this rank owns.
+
+    Attributes:
+        begin: Where the piece begins in this rank's slice of the bucket.
+    """
+
+    begin: int
+
+
+def is_elementwise(piece: BucketPiece, key: str, value: Any) -> bool:
+    """Return whether a part of an optimizer's state belongs to a piece element by element."""
+    return isinstance(value, torch.Tensor) and is_cut(key, value, piece.values.shape)
+
+
+def cut_pieces(
+    plan: BucketPlan, parameters: Sequence[nn.Parameter], rank: int, values: Tensor
+) -> Iterator[BucketPiece]:
+    """Yield the pieces that a rank owns of a bucket.
+
+    Args:
+        plan: The bucket's layout.
+        parameters: Its parameters, in the order of the plan.
+        rank: Among those that share the bucket.
+        values: What the optimizer updates of it, shape ``(length of the rank's slice,)``.
+    """
+    for slot, parameter in zip(plan.slots, parameters, strict=True):
+        owned = plan.owned(slot, rank)
+        if owned is not None:
+            begin = slot.offset + owned[0] - plan.bounds[rank]
+            part = values[begin : begin + owned[1] - owned[0]]
+            if part.numel() == slot.numel:
+                part = part.view(parameter.shape)
+            yield BucketPiece(slot.index, parameter, *owned, nn.Parameter(part, part.is_floating_point()), begin)
+
 
 ALIGNMENT = 16
 """Parameters begin at multiples of this many elements: 64 bytes in fp32, as vector kernels like it."""
@@ -182,3 +272,62 @@ def _even_bounds(share: int, world_size: int) -> Sequence[int]:
 
 def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+_SMALL_NUMEL = 1 << 13
+"""Gradients below this many elements travel together: a message costs more than a copy of them."""
+
+
+class GradientPacker:
+    """The gradients of one bucket, as they are sent.
+
+    Gradients are given by parameter, flat and in the wire format; zero where there is none.
+
+    Args:
+        plan: The bucket's layout.
+        format: Its formats and devices.
+    """
+
+    def __init__(self, plan: BucketPlan, format: Format) -> None:  # noqa: A002 - the noun for it
+        self._wire, self._device = format.wire, format.device
+        self._padding: dict[int, Tensor] = {}  # the few elements between parameters
+        self._whole = _with_padding(plan.slots, plan.numel)
+        runs = [
+            list(run)
+            for is_small, group in itertools.groupby(plan.slots, lambda slot: slot.numel < _SMALL_NUMEL)
+            for run in ([group] if is_small else [[slot] for slot in group])
+        ]
+        ends = [plan.numel if run[-1] is plan.slots[-1] and len(runs) == 1 else 0 for run in runs]
+        self._runs = [(run[0].offset, _with_padding(run, end)) for run, end in zip(runs, ends, strict=True)]
+
+    def parts(self, gradients: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
+        """Return the bucket's gradient in parts: large ones as they are, runs of small ones joined."""
+        return [(offset, self._joined(run, gradients)) for offset, run in self._runs]
+
+    def joined(self, gradients: Mapping[int, Tensor]) -> Tensor:
+        """Return the gradient in one tensor."""
+        return self._joined(self._whole, gradients)
+
+    def _joined(self, run: Sequence[tuple[int, int]], gradients: Mapping[int, Tensor]) -> Tensor:
+        """Return neighbouring gradients and the padding between them in one tensor, which one call copies."""
+        pieces = [gradients[index] if index in gradients else self._zeros(numel) for index, numel in run]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _zeros(self, numel: int) -> Tensor:
+        kept = self._padding.get(numel)
+        if kept is None:
+            kept = torch.zeros(numel, dtype=self._wire, device=self._device)
+            if numel < ALIGNMENT:
+                self._padding[numel] = kept
+        return kept
+
+
+def _with_padding(slots: Sequence[Slot], end: int) -> list[tuple[int, int]]:
+    """Return numbers and sizes of neighbouring parameters, and -1 and the size for what is between them and the end."""
+    found, at = [], slots[0].offset
+    for slot in slots:
+        if slot.offset > at:
+            found.append((-1, slot.offset - at))
+        found.append((slot.index, slot.numel))
+        at = slot.offset + slot.numel
+    return [*found, (-1, end - at)] if end > at else found

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from booster_runtime.sharding import State
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.engine import ShardedEngine
-    from booster_zero.engine.formats import BucketPiece
     from booster_zero.engine.gatherer import Gatherer
+    from booster_zero.engine.partition import BucketPiece
 
 
 class ShardedStateAdapter(StateAdapter):

@@ -1,20 +1,31 @@
-"""``save_pretrained`` of a boosted model: the last line of most scripts for Hugging Face models.
+"""Methods of the user's model that need all ranks, or of which one rank has a part: saving, pickling, generating.
 
-The libraries' own method writes what this process holds, which is a part of the model under strategies that shard. On
-the model that `boost` returned it becomes `Booster.save_model`, or `Booster.save_lora_as_pretrained` for adapters. On
-the user's own model it raises wherever that does not hold the values.
+``save_pretrained`` of Hugging Face's libraries writes what this process holds, which is a part of the model under
+strategies that shard. On the model that `boost` returned it becomes `Booster.save_model`, or
+`Booster.save_lora_as_pretrained` for adapters. On the user's own model it raises where that does not hold the values.
+
+``torch.save`` of a state dict of such a model would write a file that lacks the other ranks' parts, and say so only to
+who looks: shards of equal sizes even load, in the wrong places. It can be read and loaded again, and not saved.
+
+``generate`` of ranks that need each other in every forward goes on for as many tokens as the longest text has.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from typing import TYPE_CHECKING, Any
+import sys
+import weakref
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from booster_core.checkpoint_io import mebibytes
-from booster_core.errors import ConfigError
+from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import unwrap_model
+from booster_core.ranks import NamedCall
 from booster_core.state import ReplicatedStateAdapter, is_adapted, library_of, own_class, without_adapters
 
 if TYPE_CHECKING:
@@ -22,9 +33,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
+    from typing_extensions import Self
 
     from booster_core import Booster
     from booster_core.plugin import ModelWrapper
+
+__all__ = ["mark_as_local", "refuse_pickle"]
+
 
 _UPLOAD = (
     "Save into a folder, call `booster.wait()`, and upload the folder by `huggingface_hub.upload_folder` on one rank"
@@ -212,3 +227,95 @@ def _check_others(others: dict[str, Any]) -> None:
             shown = "" if name == "state_dict" else f"={value!r}"
             msg = f"`{name}{shown}` of `save_pretrained` can't be followed for a boosted model. {remedy}."
             raise ConfigError(msg)
+
+
+class LocalState(OrderedDict[str, Any]):
+    """What one rank holds of a model's state; refuses to be pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be saved.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        msg = (
+            "This state dict holds one rank's shards of the model, so that a file of it is not one of the whole model. "
+            "Call `booster.save_model(model, path)` on every rank, which plain PyTorch and transformers can load."
+        )
+        raise CheckpointError(msg)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)((name, copy.deepcopy(value, memo)) for name, value in self.items())
+
+
+def refuse_pickle() -> NoReturn:
+    """Refuse to pickle a boosted model of which this rank may hold a part, as ``torch.save`` of the model would.
+
+    Raises:
+        CheckpointError: Always.
+    """
+    msg = (
+        "A boosted model of this strategy can't be pickled, as `torch.save(model, path)` does: this process may hold a "
+        "part of the model only. Call `booster.save_model(model, path)` on every rank, which plain "
+        "PyTorch and transformers can load, or `booster.save_checkpoint` to resume the run."
+    )
+    raise CheckpointError(msg)
+
+
+def mark_as_local(model: nn.Module) -> None:
+    """Let ``state_dict()`` of a model, of which this rank holds a part, be a `LocalState`."""
+    # The public hook can't return another dict.
+    model._register_state_dict_hook(_as_local)  # type: ignore[no-untyped-call] # noqa: SLF001
+
+
+def _as_local(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> dict[str, Any]:
+    del module, metadata
+    if prefix:  # a part of a larger state
+        return state
+    local = LocalState(state)
+    local._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - as torch keeps it
+    return local
+
+
+def generating_model(model: nn.Module) -> Any:
+    """Return the model that has transformers' ``generate``: the user's, or the one inside its adapters, or ``None``."""
+    transformers = sys.modules.get("transformers")  # a model of it can't be there without it
+    if transformers is None:
+        return None
+    kind = transformers.GenerationMixin
+    return next((module for module in model.modules() if isinstance(module, kind)), None)
+
+
+def generate_together(model: ModelWrapper) -> None:
+    """Let ``generate`` of a boosted model of transformers go on until every rank's texts are complete.
+
+    transformers does so by itself for DeepSpeed's ZeRO-3 and for FSDP: it is its option ``synced_gpus``. Ranks whose
+    texts end first would leave the others waiting for their parts of the parameters. Scripts call ``generate`` of the
+    user's own model, too.
+
+    Args:
+        model: The boosted model, whose ranks gather parameters from each other.
+    """
+    inner = generating_model(model.unwrap())
+    if inner is not None:
+        for each in {id(each): each for each in (model.unwrap(), inner)}.values():
+            if callable(getattr(each, "generate", None)):
+                each.generate = _Together(each)
+
+
+class _Together:
+    """The method ``generate`` of a model, on all ranks; copies of the model have their own again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)  # which has this
+        # What torch's FSDP has put in place of the class's gathers what no unit holds. A compiled model's has none.
+        own: Any = model.generate
+        self.__wrapped__ = own.__func__ if hasattr(own, "__func__") else type(model).generate  # type: ignore[attr-defined]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("synced_gpus", dist.get_world_size() > 1)
+        with NamedCall("generate"):
+            return self.__wrapped__(self._model(), *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (self.__wrapped__, self._model())

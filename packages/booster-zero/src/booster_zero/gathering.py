@@ -1,4 +1,4 @@
-"""Fetch before use, release after: hooks on the user's modules.
+"""Parameters that are gathered while they are used, and sharded in between: what Gemini and ZeRO-3 of hybrid share.
 
 A parameter may be used in three ways, and each is noticed in its own:
 
@@ -6,19 +6,30 @@ A parameter may be used in three ways, and each is noticed in its own:
   modules inside of it, whose hooks return at once;
 - anything gets it as an argument elsewhere, as tied heads and functional calls do: its values are absent then, and the
   use itself is seen (`booster_runtime.memory.absent`);
-- backward needs what forward has saved of it: `SavedUses`, which saves a note of where the values are instead of them.
+- backward needs what forward has saved of it: `SavedUses`. Saved tensors that are views of a gathered bucket are
+  replaced by the number of their parameter and their place in it, so that the bucket's memory can go; backward brings
+  the bucket back when it needs them.
+
+Ranks gather buckets together, so that all have to use the same ones in the same order. Experts are chosen by the data,
+differently on every rank. A *leaf* gathers the buckets of all its parameters when its forward begins and when its
+backward begins, and keeps them until that has ended; what happens inside of it makes no difference to other ranks. (The
+idea is that of DeepSpeed's ``set_z3_leaf_modules``.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import register_multi_grad_hook
 from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
@@ -26,17 +37,100 @@ from torch.utils.hooks import RemovableHandle
 from booster_core.errors import ConfigError
 from booster_runtime.compiling import has_compiled_forward
 from booster_runtime.memory import sees_all_uses
+from booster_runtime.saved_tensors import SavedTensorHooks
 from booster_zero.engine.gatherer import is_in_backward
-from booster_zero.gathering.leaves import LeafUse
-from booster_zero.gathering.saved_uses import SavedUses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
+    from torch import Tensor
+
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.gatherer import Gatherer
     from booster_zero.engine.layout import Layout
+
+__all__ = ["LeafModules", "ParameterHooks", "check_modules"]
+
+
+class _Note(NamedTuple):
+    """Where saved values are: in which parameter, from which of its bytes, and how they are read."""
+
+    number: int
+    start_bytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    is_conjugate: bool
+    is_negative: bool
+    version: int
+
+
+class SavedUses(SavedTensorHooks):
+    """Hooks on what autograd saves.
+
+    Args:
+        gatherer: Gathers the buckets.
+    """
+
+    def __init__(self, gatherer: Gatherer) -> None:
+        super().__init__()
+        self._gatherer = gatherer
+
+    def take(self, tensor: Tensor) -> _Note | None:
+        """Return where a tensor's values are, if they are a parameter's."""
+        if tensor.layout is not torch.strided:
+            return None
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # inside of a function transform, which keeps it alive
+            return None
+        addresses, bucket_at = self._gatherer.addresses, self._gatherer.bucket_at
+        while place := bisect_right(addresses, address):
+            begin = addresses[place - 1]
+            bucket = bucket_at[begin]
+            if bucket.address == begin:
+                break
+            del addresses[place - 1], bucket_at[begin]  # it has been released since
+        else:
+            return None
+        start = address - begin
+        if start >= bucket.whole_bytes:
+            return None
+        position = bisect_right(bucket.byte_offsets, start) - 1
+        return _Note(
+            bucket.plan.slots[position].index,
+            start - bucket.byte_offsets[position],
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype.is_complex and tensor.is_conj(),
+            tensor.is_neg(),
+            bucket.parameters[position]._version,  # noqa: SLF001
+        )
+
+    def give(self, taken: _Note) -> Tensor:
+        """Return a parameter's values, which are gathered for it."""
+        gatherer = self._gatherer
+        parameter = gatherer.layout.every[taken.number]
+        with DisableTorchFunctionSubclass():  # an absent one would ask what the use is
+            version = parameter._version  # noqa: SLF001
+        if version != taken.version:
+            msg = (
+                f"Backward needs parameter '{gatherer.layout.names[taken.number]}' as it was in forward, but it has "
+                "been changed in place since, by `optimizer.step()` or by hand. Run backward before the step."
+            )
+            raise RuntimeError(msg)
+        bucket = gatherer.layout.bucket_by_index[taken.number]
+        whole = gatherer.use_whole(bucket)
+        offset_bytes = bucket.byte_offsets[bucket.position_of[taken.number]] + taken.start_bytes
+        if taken.dtype == whole.dtype:
+            found = whole.as_strided(taken.shape, taken.strides, offset_bytes // taken.dtype.itemsize)
+        else:  # parameters begin at multiples of many elements, of whichever format
+            found = torch.empty(0, dtype=taken.dtype, device=whole.device)
+            found.set_(whole.untyped_storage(), offset_bytes // taken.dtype.itemsize, taken.shape, taken.strides)
+        found = torch._conj(found) if taken.is_conjugate else found  # noqa: SLF001 - what sets the flag alone
+        return torch._neg_view(found) if taken.is_negative else found  # noqa: SLF001 - the same
 
 
 LeafModules = Mapping[nn.Module, Sequence[nn.Parameter]]
@@ -273,7 +367,8 @@ class ParameterHooks:
         if frame.is_outermost:
             self._gatherer.end(goes_back=torch.is_grad_enabled())
             self._after_forward()
-            self._gatherer.raise_own_changes()
+            if (error := self._gatherer.take_changes()) is not None:
+                raise error
         return kept
 
     def _kept(self, output: Any) -> Any:
@@ -320,3 +415,71 @@ def _numbered_from(number: int) -> Iterator[None]:
         yield
     finally:  # whoever registers the next hook must not replace one of these
         RemovableHandle.next_id = max(last, RemovableHandle.next_id)
+
+
+class LeafUse:
+    """Keeps the buckets of one leaf gathered during its backward.
+
+    Args:
+        gatherer: Gathers the buckets.
+        indices: The parameters of the leaf, by number, in the order in which they are gathered.
+        on_passed: Called with ``indices`` when backward has passed all uses of the leaf.
+    """
+
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        indices: Sequence[int],
+        on_passed: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        self._gatherer = gatherer
+        self.indices = tuple(indices)
+        self._on_passed = on_passed
+        self._expected: weakref.WeakSet[_Use] = weakref.WeakSet()  # a graph that is dropped takes its use along
+
+    def buckets(self) -> list[Bucket]:
+        """Return the leaf's buckets as they are laid out now."""
+        return self._gatherer.layout.buckets_of(self.indices)
+
+    def expect_backward(self, inputs: Any, outputs: Any) -> None:
+        """Gather the buckets once backward has reached an output, until it has left by all inputs.
+
+        Where no input requires a gradient, they stay until the end of backward.
+
+        Args:
+            inputs: What forward was called with.
+            outputs: What it returned.
+
+        Collective: none; backward is, in the shard group.
+        """
+        before, after = _differentiated(inputs), _differentiated(outputs)
+        if not after:
+            return
+        holder = _Use()  # what goes out of one may go into the next
+        self._expected.add(holder)
+        # Not all outputs: one that is used inside, too, has its gradient after others.
+        register_multi_grad_hook(after, lambda _: self._gatherer.hold(holder, self.buckets()), mode="any")
+        if before:
+            register_multi_grad_hook(before, lambda _: self._pass(holder))
+
+    def _pass(self, holder: _Use) -> None:
+        self._gatherer.let_go(holder)
+        self._expected.discard(holder)
+        if not self._expected and self._on_passed is not None:
+            self._on_passed(self.indices)
+
+
+class _Use:
+    """One use of a leaf in a forward, which holds its buckets in backward."""
+
+
+def _differentiated(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers that require gradients."""
+    found: list[torch.Tensor] = []
+    for each in tree_leaves(values):
+        if isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                found.append(each)
+        elif is_dataclass(each) and not isinstance(each, type):
+            found += _differentiated([getattr(each, field.name) for field in fields(each)])
+    return found

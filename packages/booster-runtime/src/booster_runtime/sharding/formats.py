@@ -1,4 +1,4 @@
-"""What `Booster.describe` says of sums of gradients: the format that is sent, and how it is added up.
+"""Number formats: which parameters stay in their own, and what `Booster.describe` says of sums of gradients.
 
 On the CPU, booster-runtime adds narrow formats up in fp32. Backends of devices, such as NCCL, add up in the format that
 is sent, whatever format the result is stored in.
@@ -11,12 +11,42 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from booster_core.plugin import holds_numbers, normalisation_parameters
 from booster_core.precision import NARROW
+from booster_core.state import frozen_base
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import nn
+
+    from booster_core.precision import PrecisionPolicy
+
+
+def working_dtypes(model: nn.Module, policy: PrecisionPolicy) -> Callable[[nn.Parameter], torch.dtype]:
+    """Return a function from a parameter to the dtype that forward and backward use for it.
+
+    Under a narrow format, the base that is frozen next to adapters stays in its own, unless everything is to be narrow:
+    it is pretrained, and is not rounded. So does batch normalisation, which computes its statistics in fp32, and whose
+    kernel on the CPU needs its parameters in fp32 as well.
+
+    Args:
+        model: The model, whole.
+        policy: Precision of the run, whose format of parameters is that of forward.
+    """
+    dtype = policy.param_dtype
+    kept: set[int] = set()
+    if dtype in NARROW:
+        kept = normalisation_parameters(model) | (set() if policy.is_pure else frozen_base(model))
+
+    def dtype_of(parameter: nn.Parameter) -> torch.dtype:
+        is_left = not holds_numbers(parameter) or id(parameter) in kept
+        if dtype is None or is_left or (policy.follows_model and parameter.dtype == torch.float64):
+            return parameter.dtype
+        return dtype
+
+    return dtype_of
+
 
 _REDUCTIONS = "_booster_reductions"
 """Attribute of a model: lines about how its gradients are summed."""
