@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from model_zoo.registry import ZooModel
 
 _VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+_ALL_PATHS = {"drop_path_rate": 0.0}
+"""What is drawn on ranks is not what one process draws."""
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "beit": ("beit_base_patch16_224", _VIT),
     "beitv2": ("beitv2_base_patch16_224", _VIT),
@@ -26,11 +28,11 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "convnext": ("convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)}),
     "swin": (
         "swin_tiny_patch4_window7_224",
-        {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4)},
+        {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4), **_ALL_PATHS},
     ),
     "swinv2": (
         "swinv2_tiny_window8_256",
-        {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4)},
+        {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4), **_ALL_PATHS},
     ),
     "twins_svt": (
         "twins_svt_small",
