@@ -41,8 +41,10 @@ def accelerator_of(model, kind):
     On CPUs Accelerate takes no FSDP plugin, so the model is sharded and the plugin set by hand; it saves by itself.
     """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # it may tell of another rank that this process was before
     accelerator = Accelerator(cpu=True)
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
     accelerator._models.append(model)
