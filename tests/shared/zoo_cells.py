@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, call, train_boosted, train_plainly, zoo_case
-from model_zoo import get_model
+from model_zoo import MATRIX, get_model
 from torch import Tensor, nn
 from zoo_results import Cell
 
@@ -84,7 +84,7 @@ def measure(name: str, plugin: str, folder: Path) -> Cell:
             later = plain.gradient_findings(gradient, STEPS) or plain.parameter_findings(parameters, 1)
             findings += [f"loaded by {where}, then {each}" for each in later]
     except (RankError, RankDiedError, RankTimeoutError) as error:
-        return _cell_of_error(error, get_model(name).refused.get(plugin), options, findings)
+        return _cell_of_error(error, MATRIX[name].refused.get(plugin), options, findings)
     return Cell(state="fault" if findings else "ok", options=options, findings=findings)
 
 
@@ -329,7 +329,7 @@ class Plain(NamedTuple):
             if ours[name].shape != expected.shape:
                 return [f"{what}: shape of `{name}` is {tuple(ours[name].shape)}, not {tuple(expected.shape)}"]
             rounding = max((_difference(one[name], exact[name]) for one, exact in rounded), default=0.0)
-            dtype = torch.float64 if get_model(self.name).double else torch.float32
+            dtype = torch.float64 if MATRIX[self.name].double else torch.float32
             allowed = max(tolerance_for(dtype).relative, _ROUNDINGS * rounding)
             difference = _difference(ours[name], expected)
             if name in without and float((ours[name] - expected).abs().max()) <= _NO_EFFECT * largest:
@@ -344,7 +344,7 @@ class Plain(NamedTuple):
 
     def _without_effect(self, step: int) -> set[str]:
         """Return the names of parameters whose gradients are zero except for rounding."""
-        gradients, model = self.trained[1].gradients[step], get_model(self.name)
+        gradients, model = self.trained[1].gradients[step], MATRIX[self.name]
         listed = {name for name in gradients if any(fnmatch(name, pattern) for pattern in model.no_effect)}
         if self.exact is not None:
             gradients = self.exact[1].gradients[step]
