@@ -229,7 +229,7 @@ def other_mean() -> ConfigError:
         "microbatch, such as `mask.sum()`, of which microbatches have different numbers: the mean of the microbatches' "
         "means is not the batch's. Pass `weight=`, which counts them, to `train_batch`; put the labels into the batch "
         "as the loss takes them; or return a sum over what counts, divided by a number that is the same for all "
-        "microbatches."
+        "microbatches. Count outside of the criterion what is for logs alone: where a number goes can't be followed."
     )
 
 
