@@ -23,18 +23,14 @@ import xxhash
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
     from booster_core.plugin.interface import BoostContext
 
     _Values = list[list[tuple[tuple[str, Any], ...]]]
-    from collections.abc import Iterator
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-
 
 _NUM_BYTES = 8  # of XXH3 with 64 bits
 _NOT_COMPARED = ("params", "param_names")
