@@ -62,7 +62,24 @@ def logs_a_norm(optimizer, parameters, lr):
         p.add_(p.grad, alpha=-lr)
 
 
-INDEPENDENT = [momentum, trust_ratio, trust_ratios_in_lists, one_scratch_for_all, logs_a_norm]
+def data_in_the_memory_of_others(_optimizer, parameters, lr):
+    free = torch.empty(max(p.numel() for p in parameters))
+    for p in sorted(parameters, key=torch.numel, reverse=True):
+        new, free = free[: p.numel()].view_as(p).copy_(p.data - lr * p.grad), p.data.flatten()
+        p.data = new
+        p.data.mul_(0.5)
+
+
+def drops_gradients_after_reading_norms(optimizer, parameters, lr):
+    for p in parameters:
+        p.sub_(lr * p.grad)
+    optimizer.norms = [p.grad.norm().item() for p in parameters]
+    for p in parameters:
+        p.grad = None
+
+
+INDEPENDENT = [momentum, trust_ratio, data_in_the_memory_of_others, drops_gradients_after_reading_norms]
+INDEPENDENT += [trust_ratios_in_lists, one_scratch_for_all, logs_a_norm]
 
 
 def clips(_optimizer, parameters, lr):
@@ -86,6 +103,12 @@ def norm_as_a_number(_optimizer, parameters, lr):
         p.data.add_(p.grad, alpha=-lr / norm)
 
 
+def new_data(_optimizer, parameters, lr):
+    norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+    for p in parameters:
+        p.data = p.data - lr * p.grad / norm
+
+
 def skips_all_where_one_is_nan(_optimizer, parameters, lr):
     if any(torch.isnan(p.grad).any() for p in parameters):
         return
@@ -99,7 +122,7 @@ def normalized_stack(_optimizer, parameters, lr):
         p.sub_(lr * share * p.grad)
 
 
-COUPLED = [clips, step_size_of_all, norm_as_a_number, skips_all_where_one_is_nan, normalized_stack]
+COUPLED = [clips, step_size_of_all, norm_as_a_number, new_data, skips_all_where_one_is_nan, normalized_stack]
 
 
 def parameters_with_gradients():

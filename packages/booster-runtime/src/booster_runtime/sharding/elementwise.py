@@ -12,9 +12,10 @@ by another norm.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -142,6 +143,7 @@ def keeps_blocks(optimizer: Optimizer) -> bool:
 
 _READS_VALUES = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "equal", "allclose"})
 _OVERWRITES = frozenset({"copy_", "zero_", "fill_"})
+_SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _NOTHING: frozenset[int] = frozenset()
 _T = TypeVar("_T")
 
@@ -208,9 +210,10 @@ class _Watch(TorchFunctionMode):
         self._written: set[int] = set()
         # What each element of a stack of numbers of parameters comes of, such as of their norms.
         self._rows: Any = WeakTensorKeyDictionary()
-        found = sorted((each for each in stepped if each.numel()), key=torch.Tensor.data_ptr)
-        self._starts = [each.data_ptr() for each in found]
-        self._ends = [each.data_ptr() + each.nbytes for each in found]
+        found = [each for each in stepped if each.numel()]
+        # Where each parameter lies in memory: its first byte, the one after its last, and its number.
+        self._place_of = {id(each): _place(each, number) for number, each in enumerate(found)}
+        self._places = sorted(self._place_of.values())
         for number, each in enumerate(found):
             self._note(each, frozenset([number]))
             if each.grad is not None:
@@ -221,8 +224,9 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name == "__set__":  # of an attribute, such as `data`
-            name, result = "copy_", args[0]
+        if func == _SETS_DATA:
+            self._set_data(*args)
+            return result
         if name.startswith(("_foreach", "_fused")):
             self._follow_each(name, args, result)
             return result
@@ -258,11 +262,24 @@ class _Watch(TorchFunctionMode):
         if not isinstance(made, torch.Tensor):
             return
         self._note(made, came)
-        place = bisect_right(self._starts, made.data_ptr()) - 1
-        if is_write and place >= 0 and made.data_ptr() < self._ends[place]:
-            self.is_coupled |= not (came | self._read) <= {place}
-            self._written |= {place}
+        place = bisect_right(self._places, (made.data_ptr(), math.inf)) - 1
+        if not is_write or place < 0:
+            return
+        _, end, number = self._places[place]
+        if made.data_ptr() < end:
+            self.is_coupled |= not (came | self._read) <= {number}
+            self._written |= {number}
             self._read = _NOTHING
+
+    def _set_data(self, parameter: Tensor, data: Tensor) -> None:
+        """Note a parameter's new values, and where it lies now: its old memory may be another's."""
+        came = self._union([data])
+        old = self._place_of.get(id(parameter))
+        if old is not None:
+            del self._places[bisect_left(self._places, old)]
+            self._place_of[id(parameter)] = new = _place(parameter, old[2])
+            insort(self._places, new)
+        self._write(parameter, came, is_write=True)
 
     def _rows_of(self, name: str, args: Any, kwargs: Any, result: Tensor) -> list[frozenset[int]] | None:
         """Return what each element of a result comes of: of a stack, or what is computed of it element by element."""
@@ -282,3 +299,7 @@ class _Watch(TorchFunctionMode):
 
     def _note(self, tensor: Tensor, came: frozenset[int]) -> None:
         self._known[id(tensor)] = weakref.ref(tensor), came
+
+
+def _place(parameter: Tensor, number: int) -> tuple[int, int, int]:
+    return parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, number
