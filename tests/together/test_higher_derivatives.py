@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-import torch.distributed as dist
-from cases import Case, Setting, assert_equals_one_process
+from cases import Case, Setting, assert_equals_one_process, noise
+from driven_runs import assert_same_loop, drive
+from plugin_runs import RUNS
 from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
-from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.training import whole_model
+from booster_testing import expect_on_ranks
+from booster_testing.program import RandomModel
 
 
 def build():
@@ -59,56 +61,25 @@ LOSSES = {
 REPLACED = r"Other tensors are in the place of parameters.*use plugin='ddp' or 'zero'"
 
 
-def train(plugin, name):
-    loss = LOSSES[name]
-    model, plain = build(), build()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    booster = Booster("cpu", plugin=plugin)
-    boosted, wrapped, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def two_steps(run, *, name):
     for step in range(2):
-        batches = [torch.randn(3, 8, generator=torch.Generator().manual_seed(2 * step + rank)) for rank in range(2)]
-        booster.backward(loss(boosted, batches[dist.get_rank()]), wrapped)
-        wrapped.step()
-        wrapped.zero_grad()
-        (sum(loss(plain, batch) for batch in batches) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same_tensors(whole_model(booster, boosted), plain.state_dict(), tolerance_for(torch.float32))
+        run.backward(run.mean(step, lambda x, _: LOSSES[name](run.model, x)))
+        run.step()
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
 def test_derivatives_in_a_loss_train_as_in_one_process(plugin, name):
+    loop, case = partial(two_steps, name=name), Case(build=build, batch=noise(4, 8))
     if (plugin, name) == ("fsdp", "torch.func.functional_call"):
-        expect_on_ranks(ConfigError, REPLACED, train, 2, plugin, name)
+        expect_on_ranks(ConfigError, REPLACED, drive, 2, loop, case, RUNS[plugin], 2, {})
     else:
-        run_on_ranks(train, 2, plugin, name)
-
-
-class Forces(nn.Module):
-    """Energies, and their gradients by the positions, as forces in a model of atoms."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, positions):
-        with torch.enable_grad():
-            positions.requires_grad_()
-            energy = positions
-            for layer in self.layers:
-                energy = energy + layer(energy).tanh()
-            (forces,) = torch.autograd.grad(energy.sum(), positions, create_graph=self.training)
-        return torch.cat([energy, forces], dim=1)
-
-
-def positions_of(number, replica):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + replica))
+        assert_same_loop(loop, case, RUNS[plugin])
 
 
 @pytest.mark.parametrize("options", [{}, {"replica_size": 2}], ids=["shards", "replicas"])
 def test_derivatives_inside_of_forward_train_as_in_one_process(options):
-    case = Case(build=Forces, batch=positions_of, micro_batches=2)
+    case = Case(build=partial(RandomModel, ("derived", "derived")), batch=noise(4, 8), micro_batches=2)
     assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_min_numel": 1, **options}))
 
 

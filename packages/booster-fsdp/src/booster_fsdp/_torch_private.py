@@ -57,6 +57,11 @@ not_compiled = _disable_dynamo
 graph_task = torch._C._current_graph_task_id  # noqa: SLF001 - the number of the backward of this thread, or -1
 
 
+def in_transform() -> bool:
+    """Return whether a transform of ``torch.func`` runs, whose tensors are wrapped and may not be kept."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+
+
 def groups_of(module: FSDPModule) -> Iterator[Any]:
     """Yield torch's groups of the parameters of a sharded module."""
     state = module._get_fsdp_state()  # noqa: SLF001 - see the module's docstring; also below

@@ -31,6 +31,7 @@ from booster_fsdp._torch_private import (
     graph_task,
     groups_of,
     has_unreduced,
+    in_transform,
     is_in_backward,
     leave_alone,
     not_compiled,
@@ -558,7 +559,7 @@ class ShardedGradients:
                 self._used.add(key)
             else:
                 self._filled.add(key)
-        if missing:
+        if missing and not in_transform():  # of `torch.func`: no gradient of a parameter is added up in its backward
             trained = {*used, *(key for _, key in missing)}
             fill_gradients([(inner, gathered_of(inner)) for inner, key in members if key in trained])
 
