@@ -19,6 +19,7 @@ from booster_core.ranks import NamedCall, ObservedCall
 from booster_core.state import NamedTensors, TensorShard, full_box
 from booster_runtime.model_methods import refuse_pickle
 from booster_runtime.sharding import generate_together, raised_on_all, refuse_all_gradients
+from booster_zero.engine.bucket import FEW_NUMEL
 from booster_zero.engine.states import Keep
 from booster_zero.gathering import ParameterHooks
 
@@ -312,7 +313,7 @@ def fill_model(
         if bucket.has_masters:  # which were filled
             published[bucket] = bucket.publish()
         else:
-            bucket.take_working_values()
+            bucket.take_working_values(block_numel=FEW_NUMEL)
     for pending in published.values():
         pending.wait()
 

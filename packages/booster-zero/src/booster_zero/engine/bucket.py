@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 _ALIGNMENT_BYTES = 64
 """What tensors in one buffer begin at multiples of."""
 
-_FEW_NUMEL = 1 << 12
+FEW_NUMEL = 1 << 12
+"""Elements of a block where memory counts for more than time, as in `boost`."""
 _BLOCK_NUMEL = 1 << 20
 """Values are compared in blocks of this many elements, which need little memory."""
 
@@ -170,7 +171,7 @@ class Bucket:
             for place, parameter in zip(map(self.whole.as_strided, *self._places), self.parameters, strict=True):
                 place.copy_(parameter.data)
                 parameter.data = place
-            self._note_sums(_FEW_NUMEL)  # at `boost`, memory counts for more than time
+            self._note_sums(FEW_NUMEL)
             return
         if taken and self.has_copy:
             self.own.copy_(self.values)
@@ -311,31 +312,32 @@ class Bucket:
                 self._sent = self.memory.write(self._own, self.values)
         return self._sent
 
-    def take_working_values(self, written: Tensor | None = None) -> None:
+    def take_working_values(self, written: Tensor | None = None, block_numel: int = _BLOCK_NUMEL) -> None:
         """Bring the optimizer's values up to date with the slice in the working format. Both are in use.
 
         Where a master rounds to the working value that is there, it is the truer of the two, and stays.
 
         Args:
             written: A flag, where forward runs, that is zero where nothing is to be taken.
+            block_numel: How many elements are compared at a time.
         """
         if not self.has_copy:
             return
         self._sent.wait()
-        room = torch.empty(min(self.numel, _BLOCK_NUMEL), dtype=self.own.dtype, device=self.values.device)
-        for start in range(0, self.numel, _BLOCK_NUMEL):
-            values = self.values[start : start + _BLOCK_NUMEL]
-            own = self.own[start : start + _BLOCK_NUMEL].to(values.device)
+        room = torch.empty(min(self.numel, block_numel), dtype=self.own.dtype, device=self.values.device)
+        for start in range(0, self.numel, block_numel):
+            values = self.values[start : start + block_numel]
+            own = self.own[start : start + block_numel].to(values.device)
             stays = room[: len(own)].copy_(values) == own
             if written is not None:
                 stays |= ~written
             torch.where(stays, values, own.to(values.dtype), out=values)
-        self._note_sums()
+        self._note_sums(block_numel)
 
-    def _note_sums(self, block_numel: int | None = None) -> None:
+    def _note_sums(self, block_numel: int = _BLOCK_NUMEL) -> None:
         """Remember the working values that the optimizer's are up to date with; see `bit_sums`."""
         if self.keep is Keep.ALWAYS and self.has_copy:
-            self._sums = bit_sums(self.own, block_numel or _BLOCK_NUMEL)
+            self._sums = bit_sums(self.own, block_numel)
 
     def _follow_values(self) -> None:
         """Let the pieces that the optimizer steps on follow what it updates."""
