@@ -30,7 +30,7 @@ from booster_runtime.sharding import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
@@ -420,6 +420,11 @@ class FSDPStateAdapter(DTensorStateAdapter):
         yield from self._shards(of_all)
 
     @override
+    def unsaved_state(self) -> Sequence[str]:
+        with _showing(self._sharded):  # an optimizer inside of the optimizer keeps state of views
+            return super().unsaved_state()
+
+    @override
     def prepare_optimizer_load(
         self,
         tensors: Mapping[str, Mapping[str, TensorMeta]],
@@ -429,11 +434,7 @@ class FSDPStateAdapter(DTensorStateAdapter):
         self._required_optimizers()
         names = {id(tensor): name for name, tensor in NamedTensors.of(self._module).tensors.items()}
         whole = {names[id(parameter)] for each in self._sharded for parameter in each.stepped_whole()}
-        with contextlib.ExitStack() as stack:
-            for each in self._sharded:
-                if each.stepped_whole():
-                    each.views.show()
-                    stack.callback(each.views.hide)
+        with _showing([each for each in self._sharded if each.stepped_whole()]):
             super().prepare_optimizer_load(tensors, scalars, groups)
         # Parameters that other ranks step take saved masters, too.
         listed = {name for group in groups for name in group.params}
@@ -449,3 +450,15 @@ class FSDPStateAdapter(DTensorStateAdapter):
         names = dict(super()._name_of())
         views = {parameter: view for each in self._sharded for parameter, view in each.views.of.items()}
         return names | {id(view): names[id(parameter)] for parameter, view in views.items()}
+
+
+@contextlib.contextmanager
+def _showing(optimizers: Iterable[FSDPOptimizer]) -> Iterator[None]:
+    """Let the optimizers inside hold views for the block of code."""
+    for each in optimizers:
+        each.views.show()
+    try:
+        yield
+    finally:
+        for each in optimizers:
+            each.views.hide()

@@ -15,7 +15,6 @@ replica, which also keeps its state::
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,11 +105,9 @@ class Views:
         """Let the optimizer's groups and state hold the views, with plain tensors as their state."""
         if self._lists is not None:
             return
-        optimizer, held = self._optimizer, self._optimizer.state
-        self._lists = [self._show_group(group) for group in optimizer.param_groups]
-        optimizer.state = defaultdict(dict)
-        for parameter, state in held.items():
-            optimizer.state[self.of.get(parameter, parameter)] = state
+        self._lists = [self._show_group(group) for group in self._optimizer.param_groups]
+        for parameter, state in self._taken_states():
+            self._optimizer.state[self.of.get(parameter, parameter)] = state
             if parameter in self._rows:
                 _change(state, DTensor, lambda _, tensor: _noted(self._known, tensor))
 
@@ -118,17 +115,21 @@ class Views:
         """Let the optimizer's groups and state hold the model's parameters and DTensors."""
         if self._lists is None:
             return
-        optimizer, stepped = self._optimizer, self._optimizer.state
-        for group, listed in zip(optimizer.param_groups, self._lists, strict=True):
+        for group, listed in zip(self._optimizer.param_groups, self._lists, strict=True):
             group.update(listed)
         parameter_of: dict[Any, Any] = {view: parameter for parameter, view in self.of.items()}
-        optimizer.state = defaultdict(dict)
-        for view, state in stepped.items():
+        for view, state in self._taken_states():
             parameter = parameter_of.get(view, view)
-            optimizer.state[parameter] = state
+            self._optimizer.state[parameter] = state
             if parameter in self._rows:
                 _change(state, torch.Tensor, functools.partial(_sharded, self._known, parameter))
         self._lists, self._known = None, {}
+
+    def _taken_states(self) -> list[tuple[Any, Any]]:
+        """Take all states from the optimizer, or from the one that it wraps, and return them by what it steps on."""
+        taken = [*self._optimizer.state.items()]
+        self._optimizer.state.clear()
+        return taken
 
     def _show_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Let a group list the views, and return its lists from before."""

@@ -166,8 +166,12 @@ class HostedOptimizer:
 
     def _guard_state(self) -> None:
         """Let asking for the state of one of the model's parameters raise, in place of making an empty one."""
-        if type(self.optimizer.state) is defaultdict:
-            self.optimizer.state = _StateOfPieces(self._name_of, self.optimizer.state)
+        if type(self.optimizer.state) is not defaultdict:
+            return
+        owner = self.optimizer
+        while isinstance(getattr(type(owner), "state", None), property):  # of the optimizer that it wraps
+            owner = next(each for each in vars(owner).values() if isinstance(each, torch.optim.Optimizer))
+        owner.state = _StateOfPieces(self._name_of, owner.state)
 
 
 class _StateOfPieces(defaultdict[Any, Any]):
