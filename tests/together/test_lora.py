@@ -8,7 +8,7 @@ import torch
 from adapted_models import perturbed
 from cases import Setting
 from matrix import matrix
-from plugin_runs import RUNS, backward, runs, step
+from plugin_runs import RUNS, backward, boosted, runs, step
 from ranked import on_ranks, raises_on_ranks
 from safetensors.torch import load_file
 from torch import nn
@@ -32,7 +32,10 @@ transformers = pytest.importorskip("transformers", reason="the models are transf
 
 pytestmark = pytest.mark.filterwarnings(
     # peft 0.21 reads an attribute that transformers 5.23 has renamed.
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    # Those are peft's own as well.
+    "ignore:Unsupported layer type:UserWarning",
+    "ignore:Sparse invariant checks:UserWarning",
 )
 
 TARGETS = ["q_proj", "v_proj"]
@@ -80,7 +83,14 @@ KINDS = {
     "oft": (tiny_llama, partial(peft.OFTConfig, r=0, oft_block_size=4, target_modules=TARGETS)),
     "vera": (tiny_llama, partial(peft.VeraConfig, r=4, target_modules=["q_proj"])),
     "fourierft": (tiny_llama, partial(peft.FourierFTConfig, n_frequency=20, target_modules=TARGETS)),
+    "hra": (tiny_llama, partial(peft.HRAConfig, r=2, target_modules=TARGETS)),
+    "vblora": (tiny_llama, partial(peft.VBLoRAConfig, r=2, num_vectors=8, vector_length=4, target_modules=TARGETS)),
+    "ln-tuning": (tiny_llama, partial(peft.LNTuningConfig, target_modules=["input_layernorm"])),
+    "prompt": (tiny_llama, partial(peft.PromptTuningConfig, num_virtual_tokens=4, task_type="CAUSAL_LM")),
+    "shira": (tiny_llama, partial(peft.ShiraConfig, r=2, target_modules=TARGETS)),
 }
+COMPUTED = ("prompt", "shira")
+"""Of these, peft does not save parameters, but what it computes of them."""
 SPREAD = {
     "ddp, search": Setting(TorchDDPPlugin, {"find_unused_parameters": True}),
     "ep": Setting(HybridParallelPlugin, {"ep_size": 2}),
@@ -152,23 +162,22 @@ def train_and_save(kind, setting, folder):
 
 
 OF_LAYERS = ["single", "ddp", "zero1", "zero2-three", "gemini", "zero3"]
-CASES = [(kind, run) for kind in KINDS for run in OF_LAYERS if kind not in ("mixtral", "qwen3-moe")]
-# DoRA reads the weight outside of a unit as small as an adapter.
-CASES += [(kind, "fsdp" if "dora" in kind else "fsdp-small") for kind in KINDS if kind not in ("mixtral", "qwen3-moe")]
+SAVED_BY_PARAMETER = [kind for kind in KINDS if kind not in ("mixtral", "qwen3-moe", *COMPUTED)]
+CASES = [(kind, run) for kind in SAVED_BY_PARAMETER for run in OF_LAYERS]
+# DoRA and HRA read the weight outside of a unit as small as an adapter.
+CASES += [(kind, "fsdp" if "dora" in kind or kind == "hra" else "fsdp-small") for kind in SAVED_BY_PARAMETER]
 CASES += [
     (kind, run)
     for kind in ("mixtral", "qwen3-moe")
     for run in ("single", "fsdp", "zero2", "gemini", "hybrid-tp", *SPREAD)
 ]
-UNTRIED = ("ia3", "loha", "lokr", "oft", "vera", "fourierft")
-"""Kinds that hybrid refuses."""
 BY_DEFAULT = [
     *("lora-single", "lora-zero1", "modules-to-save-dora-zero3", "ia3-single"),
     *("mixtral-single", "mixtral-fsdp", "qwen3-moe-gemini", "mixtral-ep", "mixtral-hybrid-tp", "qwen3-moe-ep-tp-zero1"),
 ]
 
 
-@matrix(BY_DEFAULT, **{"kind, run": [(kind, run) for kind, run in CASES if run != "zero3" or kind not in UNTRIED]})
+@matrix(BY_DEFAULT, **{"kind, run": CASES})
 def test_gradients_equal_one_process_and_files_load_in_peft(kind, run, tmp_path):
     plain = adapted(kind)
     plain(**batch_of(0)).loss.backward()
@@ -369,14 +378,31 @@ def test_an_error_on_another_rank_leaves_the_optimizer_as_it_was(where):
     assert frozen in optimizer.state
 
 
-@raises_on_ranks(ConfigError, "type IA3 have not been tested under plugin 'hybrid'", 2)
-def test_a_plugin_under_which_a_kind_was_not_tested_is_refused():
+@raises_on_ranks(ConfigError, r"ia3\.layer.*`tp_size=2` splits that layer", 2)
+def test_a_layer_with_adapters_that_cannot_be_split_with_it_is_refused():
     model = adapted("ia3")
-    Booster("cpu", plugin="hybrid").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2))
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def untried():
-    return peft.get_peft_model(tiny_llama(), peft.HRAConfig(r=2, target_modules=TARGETS))
+def train_and_save_whole(kind, folder):
+    booster, model, optimizer = boosted(RUNS["zero1"], adapted(kind))
+    backward(booster, model, optimizer, batch_of(0, DistCoordinator().rank, 2))
+    optimizer.step()
+    with pytest.raises(ConfigError, match="save what peft computes"):
+        booster.save_lora_as_pretrained(model, folder / "adapter")
+    booster.save_model(model, folder / "model")
+    return logits_of(model)
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_what_peft_computes_is_saved_by_peft_from_a_saved_model(kind, tmp_path):
+    expected = run_on_ranks(train_and_save_whole, 2, kind, tmp_path)[0]
+    model = adapted(kind)
+    Booster("cpu").load_model(model, tmp_path / "model")
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(make_model(kind), tmp_path / "adapter")
+    assert_same_tensors({"": logits_of(loaded)}, {"": expected}, EXACT)
 
 
 def of_two_tensors():
@@ -390,10 +416,9 @@ def of_two_tensors():
     ("make", "message"),
     [
         (lambda: adapted("ia3").requires_grad_(False), "No adapter of the model is trained"),
-        (untried, r"type HRA have not been tested.*IA3, .*LORA"),
         (of_two_tensors, r"name '0\.weight' in files: '0\.weight' and '0\._orig_mod\.weight'"),
     ],
-    ids=["frozen", "untried", "two tensors of one name"],
+    ids=["frozen", "two tensors of one name"],
 )
 def test_other_models_are_refused(make, message):
     model = make()

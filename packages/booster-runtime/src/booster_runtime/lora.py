@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 
 _INSTALL = "`pip install 'booster-runtime[lora]'`"
 _CONFIG = "adapter_config.json"
-_LORA_KINDS = frozenset({"LORA", "ADALORA"})
-_SHARDING = frozenset({"single", "ddp", "fsdp", "zero", "gemini"})
-_TESTED = frozenset({"FOURIERFT", "IA3", "LOHA", "LOKR", "OFT", "VERA"})
-"""Adapters of other kinds, by peft's names, that get the gradients of one process under `_SHARDING`."""
 
 
 def add_adapters(
@@ -96,7 +92,6 @@ def check_adapters(model: nn.Module, optimizers: Sequence[Optimizer], plugin: Pl
     _check_plugin(plugin)
     if not optimizers:
         return
-    _check_kinds(model, plugin)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held = {id(parameter) for group in groups for parameter in group["params"]}
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -136,19 +131,6 @@ def drop_frozen(model: nn.Module, optimizer: Optimizer | None) -> None:
             if not stays(parameter):
                 optimizer.state.pop(parameter, None)
         group["params"] = [parameter for parameter in group["params"] if stays(parameter)]
-
-
-def _check_kinds(model: nn.Module, plugin: Plugin) -> None:
-    """Raise for adapters whose gradients under this plugin are wrong, or that nobody has compared."""
-    kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
-    for kind in sorted(kinds - _LORA_KINDS):
-        if kind not in _TESTED or plugin.name not in _SHARDING:
-            msg = (
-                f"Adapters of type {kind} have not been tested under plugin '{plugin.name}': their gradients may be "
-                f"wrong. Tested are {', '.join(sorted(_TESTED))} under {', '.join(sorted(_SHARDING))}, and "
-                f"{' and '.join(sorted(_LORA_KINDS))} under every plugin."
-            )
-            raise ConfigError(msg)
 
 
 def _adapter_parameters(model: nn.Module) -> set[int]:

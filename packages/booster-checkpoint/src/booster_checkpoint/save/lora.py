@@ -167,6 +167,9 @@ def _saves_embeddings(session: Session, model: PeftModel, adapter: str, path: Lo
 
 def _file_names(model: PeftModel, adapter: str, *, embeddings: bool | str) -> dict[str, list[str]]:
     """Return for the first name of each of an adapter's tensors the names that it has in peft's file."""
+    config = model.peft_config[adapter]
+    if config.is_prompt_learning:
+        raise _computed(config)
     named = NamedTensors.of(model)
     # peft is given tensors without memory, and tells by them which it would write under which name. It also asks some
     # modules themselves, whose values may not be here.
@@ -181,8 +184,18 @@ def _file_names(model: PeftModel, adapter: str, *, embeddings: bool | str) -> di
         if first_key.setdefault(plain, key) != key:
             msg = f"Two tensors of adapter '{adapter}' would be saved as '{plain}': {first_key[plain]!r} and {key!r}."
             raise ConfigError(msg)
+        if id(mark) not in name_of:
+            raise _computed(config)
         names.setdefault(name_of[id(mark)], []).append(plain)
     return names
+
+
+def _computed(config: Any) -> ConfigError:
+    return ConfigError(
+        f"Adapters of type {config.peft_type.value} save what peft computes of their parameters, some not here. "
+        "Save the model by `booster.save_model`, load it in one process by `Booster().load_model(model, folder)`, and "
+        "let peft write them there: `model.save_pretrained(folder)`."
+    )
 
 
 def _config_text(model: PeftModel, adapter: str) -> str:

@@ -141,12 +141,6 @@ def held_modules(modules: Mapping[str, nn.Module], trace: Trace, stages: Sequenc
     return held
 
 
-def _absent_parameters(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:  # noqa: FBT001, FBT002 - torch's
-    """Yield what stands for the parameters of a module that other stages have."""
-    for each in module.modules() if recurse else [module]:
-        yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor) and is_absent(value))
-
-
 def held_parameters(modules: Mapping[str, nn.Module], trace: Trace, stage: StageRange) -> set[int]:
     """Return the ``id`` of the parameters that a stage needs."""
     return {
@@ -290,7 +284,7 @@ class StagedModel:
         self.forms = ResultForms()
         self._layer_forwards: list[_LayerForward] = []
         self._layer_forward_of: dict[int, _LayerForward] = {}
-        self._hollow_places: list[tuple[dict[str, Any], dict[str, Any], str]] = []
+        self._hollow_places: list[tuple[dict[str, Any], str, Any]] = []
         self._num_returns: Counter[str] = Counter()
         self._num_idle: Counter[str] = Counter()
         self._made: dict[str, tuple[Tensor, int]] = {}
@@ -405,22 +399,17 @@ class StagedModel:
                     absent: Any = absent_like(form, f"parameter '{gone[-1]}'")
                     absent._is_param = True  # noqa: SLF001 - what `isinstance` asks for, as in `get_parameter`
                     object.__setattr__(module, key, absent)
-                    self._hollow_places.append((module._parameters, vars(module), key))  # noqa: SLF001 - where they are looked for
-        for name, module in modules.items():
-            if name and next(module.parameters(), None) is None and next(_absent_parameters(module), None) is not None:
-                # Models ask a part for its first parameter's format, as transformers' `dtype` does.
-                object.__setattr__(module, "parameters", functools.partial(self._parameters_of, module))
+                    self._hollow_places.append((module._parameters, key, absent))  # noqa: SLF001 - where they are looked for
         return gone
-
-    def _parameters_of(self, module: nn.Module, recurse: bool = True) -> Iterator[Any]:  # noqa: FBT001, FBT002 - torch's
-        """Yield what stands for the parameters of a part while a stage runs; there are none for a script."""
-        yield from () if self._active is None else _absent_parameters(module, recurse)
 
     @contextlib.contextmanager
     def activated(
         self, stage: int, received: Mapping[str, Tensor], streams: MicrobatchStreams | None = None
     ) -> Iterator[None]:
         """Let the layers act for one stage and one microbatch, in forward and where backward recomputes layers.
+
+        Parameters of other stages are in their modules then, so that what goes through all of them raises in place of
+        leaving some out.
 
         Args:
             stage: Number of the stage.
@@ -429,23 +418,21 @@ class StagedModel:
         """
         before = self._active, self._received, self._streams
         self._active, self._received, self._streams = self.stages[stage], received, streams
+        places = self._hollow_places if before[0] is None else ()
+        for parameters, key, absent in places:
+            parameters[key] = absent
         try:
             yield
         finally:
             self._active, self._received, self._streams = before
+            for parameters, key, _ in places:
+                del parameters[key]
 
     @contextlib.contextmanager
     def showing_absent_state(self) -> Iterator[None]:
-        """Let a criterion raise that reads parameters or attributes of other stages, also in a sum over all."""
-        places = self._hollow_places
-        for parameters, attributes, key in places:
-            parameters[key] = attributes[key]
-        try:
-            with noting_errors([]), self._without_attributes_of_others():
-                yield
-        finally:
-            for parameters, _, key in places:
-                del parameters[key]
+        """Let a criterion raise that reads attributes of other stages."""
+        with noting_errors([]), self._without_attributes_of_others():
+            yield
 
     @contextlib.contextmanager
     def _without_attributes_of_others(self) -> Iterator[None]:
