@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -161,15 +160,6 @@ def test_a_frozen_parameter_may_have_other_memory_with_its_values():
 
 
 # ---- what hooks can't serve
-
-
-@raises_on_ranks(ConfigError, "Module '2' is scripted, so its parameters can't be gathered", 2)
-def test_a_scripted_module_is_refused_by_name():
-    model = layers()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # scripting is deprecated
-        model[2] = torch.jit.script(model[2])
-    boost(model)
 
 
 @on_ranks(2)

@@ -33,20 +33,6 @@ def test_a_bucket_that_waits_for_the_end_holds_up_those_after_it():
     assert [bucket for bucket, _ in round_.take_rest()] == ["b", "c"]
 
 
-def test_a_bucket_that_is_trained_only_now_comes_last():
-    round_ = Round([("a", BucketProgress(missing=0))])
-    assert round_.fillings.get("b") is None
-    round_.add("b", BucketProgress(missing=0))
-    assert started(round_) == ["a", "b"]
-
-
-def test_what_is_left_out_is_not_awaited():
-    filling = BucketProgress(missing=2)
-    filling.leave_out(3)
-    filling.leave_out(3)
-    assert filling.missing == 1
-
-
 class Looked:
     """A filling that counts how often it is looked at."""
 
