@@ -1,11 +1,12 @@
 """Experts that the data chooses, differently on every rank: right with `leaf_modules`, an error without."""
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, itself, train_boosted
 from matrix import matrix
 from torch import nn
@@ -20,37 +21,21 @@ from booster_testing import expect_on_ranks, run_on_ranks
 WIDTH, EXPERTS = 16, 4
 
 
-class Expert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x)))
-
-
-@dataclass
-class Mixed:
-    hidden: torch.Tensor
-    weights: torch.Tensor
-
-
 class Mixture(nn.Module):
     """Sends each row to the expert that its token names, weighed by a router; calls no others."""
 
     def __init__(self):
         super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS)
-        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
-        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.router, self.shared = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
 
     def forward(self, x, tokens):
         weights = self.router(x).softmax(-1)
         out = self.shared(x)
         for number in (tokens % EXPERTS).unique().tolist():
             rows = (tokens % EXPERTS == number).nonzero().squeeze(1)
-            out = out.index_add(0, rows, self.experts[number](x[rows]) * weights[rows, number, None])
-        return Mixed(out, weights)
+            out = out.index_add(0, rows, torch.tanh(self.experts[number](x[rows])) * weights[rows, number, None])
+        return out, weights.square().mean()
 
 
 class Layer(nn.Module):
@@ -60,8 +45,8 @@ class Layer(nn.Module):
         self.mixture = Mixture()
 
     def forward(self, x, tokens):
-        mixed = self.mixture(torch.tanh(self.dense(x)), tokens)
-        return x + mixed.hidden, mixed.weights.square().mean()
+        hidden, term = self.mixture(torch.tanh(self.dense(x)), tokens)
+        return x + hidden, term
 
 
 class Net(nn.Module):
@@ -95,14 +80,15 @@ def tokens_of(step, rank):
 CASE = Case(build=partial(Net, "plain"), batch=tokens_of, loss=itself, max_norm=None)
 
 
-def pins_of_many(_booster, model, _optimizer):
+def pins_after_backward(booster, model, optimizer):
+    booster.backward(model(tokens_of(0, dist.get_rank())), optimizer)
     assert len(model.gatherer.layout.buckets) > 6
     return sum(chunk.pins for chunk in model.gatherer.layout.buckets)
 
 
 def assert_parity(how, num_ranks=2, **options):
     setting = Setting(GeminiPlugin, {"min_chunk_bytes": 1024, **options}, num_ranks)
-    told = assert_equals_one_process(replace(CASE, build=partial(Net, how)), setting, tell=pins_of_many)
+    told = assert_equals_one_process(replace(CASE, build=partial(Net, how)), setting, tell=pins_after_backward)
     assert told == [0] * num_ranks
 
 

@@ -13,11 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from matrix import matrix, named
 from patience import unhindered_seconds
 from ranked import raises_on_ranks
 
-import booster_runtime
 from booster_core import Booster
 from booster_core.errors import BudgetError, OffloadError
 from booster_gemini import GeminiPlugin
@@ -161,37 +159,3 @@ def descriptors_after(folder):
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are listed on Linux")
 def test_files_go_with_their_model(tmp_path):
     assert run_on_ranks(descriptors_after, 2, str(tmp_path)) == [(1, 0, 0)] * 2
-
-
-# ---- parameters changed by hand
-
-
-def change_lawfully(folder, options, saved):
-    """Do all that may change parameters, and return what comes of it."""
-    booster, model, optimizer = boost(folder, **options)
-    losses = [step(booster, model, optimizer)]
-    ema = booster_runtime.ema(booster, model, 0.5)
-    losses.append(step(booster, model, optimizer, 1))
-    ema.update()
-    with ema.applied():
-        model.eval()
-        with torch.inference_mode():
-            losses.append(model(input_ids=torch.arange(8).view(1, 8)).logits.sum().item())
-        model.train()
-    with model.whole_parameters(writes=True), torch.no_grad():
-        for parameter in model.unwrap().parameters():
-            parameter.mul_(0.5)
-    losses.append(step(booster, model, optimizer, 2))
-    booster.save_model(model, f"{saved}/model", shard=True)
-    model.load_state_dict(model.state_dict())
-    losses.append(step(booster, model, optimizer, 3))
-    booster.load_model(model, f"{saved}/model")
-    losses.append(step(booster, model, optimizer, 4))
-    return losses
-
-
-@matrix(["disk-1"], options=named([{}, {"shard_param_frac": 0.0}, DISK], ["here", "whole", "disk"]), size=[1, 2])
-def test_what_may_change_parameters_is_no_false_alarm(options, size, tmp_path):
-    folder = str(tmp_path) if options is DISK else None
-    watched = run_on_ranks(change_lawfully, size, folder, options, str(tmp_path / "saved"))
-    assert watched == run_on_ranks(change_lawfully, size, None, {}, str(tmp_path / "saved"))

@@ -97,13 +97,3 @@ def test_what_no_batch_shows_raises_unless_it_is_allowed_or_an_example_is_given(
     for unchecked in run_on_ranks(boost_unseen, 2, {"unchecked": "allow"}):
         assert list(unchecked) == ["blocks.0", "blocks.1"]
     assert run_on_ranks(boost_unseen, 2, {"example_batch": torch.zeros(2, 3, 4)}) == [{}, {}]
-
-
-def execute(samples):
-    booster, model, optimizer = boost({"pp_size": 2, "num_microbatches": 3})
-    batch = {"input_ids": torch.zeros(samples, 4, dtype=torch.int64)}
-    return booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-
-
-def test_a_batch_that_cannot_be_split_raises_on_every_rank():
-    expect_on_ranks(ConfigError, r"batch of 2 sample\(s\) can't be .*num_microbatches=3`", execute, 2, 2)

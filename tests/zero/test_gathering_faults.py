@@ -170,12 +170,6 @@ def test_a_copy_of_whole_parameters_is_a_plain_model():
     assert torch.equal(copied(torch.ones(1, WIDTH)), layers()(torch.ones(1, WIDTH)))
 
 
-@raises_on_ranks(ConfigError, "'0.weight' is kept in shards .* `detach` finds no values", 2)
-def test_the_users_own_model_has_no_state_to_give():
-    _, model, _ = boost(layers())
-    model.unwrap().state_dict()
-
-
 # ---- ranks that differ
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process
 from gathering_plugin import GatheringPlugin
-from ranked import on_ranks, raises_on_ranks
+from ranked import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -147,12 +147,6 @@ def test_a_graph_from_before_the_step_is_refused():
     optimizer.step()
     with pytest.raises(RuntimeError, match="as it was in forward, but it has been changed in place"):
         optimizer.backward(loss)
-
-
-@raises_on_ranks(ConfigError, r"'layers.0.weight' is kept in shards .* `.data = ...` finds no values", 2)
-def test_other_memory_of_a_parameter_is_refused():
-    _, model, _ = boost(make("repeated"))
-    model.unwrap().layers[0].weight.data = torch.zeros(WIDTH, WIDTH)
 
 
 def gathers_of_a_step(frac):

@@ -235,18 +235,29 @@ class Optional(nn.Module):
 
 def uses_a_layer_now_and_then(run):
     for step in range(3):
-        run.backward(run.loss(5 * step, use_optional=True))
+        run.backward(run.loss(5 * step, use_optional=step != 1))
         run.optimizer.zero_grad(set_to_none=False)
         for micro in range(1, 5):
             with run.no_sync() if micro % 2 else contextlib.nullcontext():
                 run.backward(run.loss(5 * step + micro, use_optional=step != 1 and micro in (1, 4)))
-        run.step()
+        run.step(max_norm=0.5)
 
 
 @pytest.mark.parametrize("options", [{}, {"stage": 2, "bucket_bytes": 1}], ids=["stage 1", "stage 2"])
 def test_gradients_of_one_rank_are_added_as_they_come(options):
     case = Case(build=Optional, batch=noise(5, 4))
     assert_same_loop(uses_a_layer_now_and_then, case, Setting(LowLevelZeroPlugin, options, 1))
+
+
+@on_ranks(1)
+def test_narrow_gradients_of_one_rank_add_up_in_the_format_of_the_masters():
+    booster = Setting(LowLevelZeroPlugin, precision="bf16").make_booster()
+    net = nn.Linear(1, 1, bias=False)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with booster.no_sync(model):
+        booster.backward(256 * model(torch.ones(1, 1)).sum(), optimizer)
+    booster.backward(model(torch.ones(1, 1)).sum(), optimizer)
+    assert full_gradient(booster, model, "weight").item() == 257.0  # which bf16 has not
 
 
 def strict_about_unused():
