@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from model_zoo import get_model
-from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -51,15 +49,6 @@ def test_a_model_class_without_policy_is_told_how_to_write_one():
 def test_layers_are_found_with_an_example_only(options):
     message = r"the layers of Custom needs an example of what its forward takes. Pass the data loader to `boost`, or .*"
     expect_on_ranks(ConfigError, message, boost_custom, 2, options)
-
-
-@raises_on_ranks(
-    ConfigError, r"disagree about `custom_policy`: ShardingPolicy\(rules=\(\), layers=\('layers',\).* on rank 0,", 2
-)
-def test_ranks_with_different_policies_are_named():
-    options = {"pp_size": 2, "example_batch": torch.zeros(2, 4)}
-    name = "blocks" if dist.get_rank() else "layers"
-    boost({**options, "custom_policy": ShardingPolicy(layers=(name,))}, Custom())
 
 
 class Told(nn.Module):

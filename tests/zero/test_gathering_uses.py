@@ -139,16 +139,6 @@ def test_a_backward_that_the_script_calls_leaves_no_values_behind(name):
             parameter.sum()
 
 
-@on_ranks(2)
-def test_a_graph_from_before_the_step_is_refused():
-    _, model, optimizer = boost(make("repeated"))
-    loss = model(batch(0, 1)).square().mean()
-    optimizer.backward(loss, retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="as it was in forward, but it has been changed in place"):
-        optimizer.backward(loss)
-
-
 def gathers_of_a_step(frac):
     """Return how many chunks are gathered in a step, how many there are, and the parameters after it."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
