@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, train_boosted
+from cases import Case, Setting, assert_equals_one_process, noise, train_boosted
 from torch import nn
 
 from booster_core.errors import ConfigError
@@ -37,8 +37,7 @@ def setting_of(options):
     return Setting(HybridParallelPlugin, {"pp_size": 2, **example, **options})
 
 
-def rows(number, replica):
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(2 + 10 * number + replica))
+rows = noise(4, 4)
 
 
 def skip(skipped, _step, model, _optimizer):

@@ -62,13 +62,17 @@ class LazyOutput(Base):
         return lambda: self.second(first)
 
 
+def boosted(net, precision="fp32", **options):
+    booster = Booster("cpu", precision, LowLevelZeroPlugin(bucket_bytes=64, **options))
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+    return booster, model, optimizer
+
+
 def trained(model_class, options, precision, hides):
     if model_class is Scripted:
         warnings.simplefilter("ignore")  # scripting is deprecated
     torch.manual_seed(0)
-    net = model_class()
-    booster = Booster("cpu", precision, LowLevelZeroPlugin(bucket_bytes=64, **options))
-    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+    booster, model, optimizer = boosted(model_class(), precision, **options)
     losses = []
     with hidden_until_waited_for(most_seconds=1e-3) if hides else contextlib.nullcontext():
         for step in range(4):
@@ -137,9 +141,7 @@ READS = {
 
 def reads(how):
     torch.manual_seed(0)
-    net = Base()
-    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(Base(), overlap_allgather=True)
     with hidden_until_waited_for(most_seconds=1e-3):
         for _ in range(2):
             booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
@@ -156,9 +158,7 @@ def test_whoever_asks_for_parameters_waits(how):
 def saves(folder):
     """Save right after a step, go on, and return what was saved and what it should have been."""
     torch.manual_seed(0)
-    net = Base()
-    booster = Booster("cpu", "bf16", LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
-    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(Base(), "bf16", overlap_allgather=True)
     with hidden_until_waited_for(most_seconds=1e-3):
         for step in range(3):
             booster.backward(model(torch.ones(2, WIDTH)).float().square().mean(), optimizer)
@@ -179,10 +179,8 @@ def test_checkpoints_wait(tmp_path):
 
 
 def one_rank_reads_alone():
-    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
     torch.manual_seed(0)
-    net = Base()
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(Base(), overlap_allgather=True)
     seen = []
     for _ in range(3):
         booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
