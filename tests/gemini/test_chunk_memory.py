@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from booster_core.errors import BudgetError, ConfigError, OffloadError
+from booster_core.errors import ConfigError, OffloadError
 from booster_gemini.memory import ring as ring_module
 from booster_gemini.memory.chunks import ChunkMemory, State
 from booster_gemini.memory.disk import _THREADS, DiskStore
@@ -265,20 +265,6 @@ def test_memory_that_somebody_still_reads_is_not_lent_again(make):
     for owner in [*others, *owners]:
         owner.use(change=1.0)
     assert view.tolist() == [0.0] * 10
-
-
-def test_a_budget_below_the_working_set_is_told_at_the_end_of_the_first_step(make):
-    memory = make(within(2 * BYTES))
-    owners = [Owner(memory, number, number) for number in range(4)]
-    memory.moment("forward of head")
-    for owner in owners[:3]:
-        memory.fetch(owner.buffer).wait()
-    for owner in owners[:3]:
-        memory.release(owner.buffer, changed=False)
-    with pytest.raises(
-        BudgetError, match=rf"forward of head needs {3 * BYTES} bytes at once\. Pass at least {3 * BYTES}"
-    ):
-        memory.end_step()
 
 
 @pytest.mark.parametrize(

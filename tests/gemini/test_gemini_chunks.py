@@ -1,10 +1,10 @@
-"""How large chunks are: what a budget has room for."""
+"""How large chunks are, and how many come ahead: what a budget has room for."""
 
 import pytest
 import torch
 
 from booster_gemini.config import GeminiConfig
-from booster_gemini.engine import most_chunk_numel
+from booster_gemini.engine import max_ahead_bytes, most_chunk_numel
 from booster_zero.engine import Format
 
 
@@ -25,3 +25,8 @@ def test_a_budget_holds_the_state_of_three_chunks(working, shard_size, state_byt
     config = GeminiConfig(placement_policy="auto", memory_budget_bytes=3 * state_bytes * 1000)
     assert most_chunk_numel(config, [format_], shard_size) == 1000
     assert most_chunk_numel(GeminiConfig(), [format_], shard_size) is None
+
+
+def test_a_quarter_of_a_budget_comes_ahead():
+    assert max_ahead_bytes(GeminiConfig(placement_policy="auto", memory_budget_bytes=1000)) == 250
+    assert max_ahead_bytes(GeminiConfig()) is None

@@ -1,14 +1,14 @@
 """Experts that the data chooses, differently on every rank: right with `leaf_modules`, an error without."""
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, itself, train_plainly
-from matrix import matrix, named
+from cases import Case, Setting, assert_equals_one_process, itself, train_boosted
+from matrix import matrix
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,27 +16,9 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.ranks import observed_by
 from booster_gemini import GeminiPlugin
-from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
 
-CLOSE = tolerance_for(torch.float32)
 WIDTH, EXPERTS = 16, 4
-
-
-class Expert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x)))
-
-
-@dataclass
-class Mixed:
-    hidden: torch.Tensor
-    weights: torch.Tensor
 
 
 class Mixture(nn.Module):
@@ -44,17 +26,16 @@ class Mixture(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS)
-        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
-        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.router, self.shared = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
 
     def forward(self, x, tokens):
         weights = self.router(x).softmax(-1)
         out = self.shared(x)
         for number in (tokens % EXPERTS).unique().tolist():
             rows = (tokens % EXPERTS == number).nonzero().squeeze(1)
-            out = out.index_add(0, rows, self.experts[number](x[rows]) * weights[rows, number, None])
-        return Mixed(out, weights)
+            out = out.index_add(0, rows, torch.tanh(self.experts[number](x[rows])) * weights[rows, number, None])
+        return out, weights.square().mean()
 
 
 class Layer(nn.Module):
@@ -64,8 +45,8 @@ class Layer(nn.Module):
         self.mixture = Mixture()
 
     def forward(self, x, tokens):
-        mixed = self.mixture(torch.tanh(self.dense(x)), tokens)
-        return x + mixed.hidden, mixed.weights.square().mean()
+        hidden, term = self.mixture(torch.tanh(self.dense(x)), tokens)
+        return x + hidden, term
 
 
 class Net(nn.Module):
@@ -89,10 +70,6 @@ class Net(nn.Module):
         return self.head(x).square().mean() + routed
 
 
-def make(how="plain"):
-    return Net(how)
-
-
 def tokens_of(step, rank):
     """Return tokens of one or two experts, of which ranks have different ones."""
     first = (step + 2 * rank) % EXPERTS
@@ -100,28 +77,19 @@ def tokens_of(step, rank):
     return chosen.repeat(3) + EXPERTS * torch.arange(6)
 
 
-CASE = Case(build=make, batch=tokens_of, loss=itself, max_norm=None)
+CASE = Case(build=partial(Net, "plain"), batch=tokens_of, loss=itself, max_norm=None)
 
 
-def boosted(how, direct, options):
-    original = replace(CASE, build=partial(make, how)).make()[0]
-    names = [name for name, _ in original.named_parameters()]
-    booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=1024, **options))
-    model, optimizer, *_ = booster.boost(original, torch.optim.SGD(original.parameters(), lr=0.5))
-    gradients, kept = [], []
-    for step in range(CASE.steps):
-        model.eval()
-        with torch.no_grad():
-            model(tokens_of(step + 1, dist.get_rank()))
-        model.train()
-        loss = model(tokens_of(step, dist.get_rank()))
-        loss.backward() if direct else booster.backward(loss, optimizer)
-        kept.append(sum(chunk.pins for chunk in model.gatherer.layout.buckets))
-        whole = {name: full_gradient(booster, model, name) for name in names}
-        gradients.append({name: gradient for name, gradient in whole.items() if gradient is not None})
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients, kept, len(model.gatherer.layout.buckets)
+def pins_after_backward(booster, model, optimizer):
+    booster.backward(model(tokens_of(0, dist.get_rank())), optimizer)
+    assert len(model.gatherer.layout.buckets) > 6
+    return sum(chunk.pins for chunk in model.gatherer.layout.buckets)
+
+
+def assert_parity(how, num_ranks=2, **options):
+    setting = Setting(GeminiPlugin, {"min_chunk_bytes": 1024, **options}, num_ranks)
+    told = assert_equals_one_process(replace(CASE, build=partial(Net, how)), setting, tell=pins_after_backward)
+    assert told == [0] * num_ranks
 
 
 LEAVES = {
@@ -134,26 +102,12 @@ LEAVES = {
 
 @matrix(["lists by path-2"], **{"leaves, world_size": [*((name, 2) for name in LEAVES), ("by class", 3)]})
 def test_gradients_of_chosen_experts_equal_one_process(leaves, world_size):
-    expected = train_plainly(CASE, world_size).gradients
-    for gradients, kept, num_chunks in run_on_ranks(
-        boosted, world_size, "plain", False, {"leaf_modules": LEAVES[leaves]}
-    ):
-        for found, told in zip(gradients, expected, strict=True):
-            assert_same_tensors(found, told, CLOSE)
-        assert num_chunks > 6
-        assert kept == [0] * CASE.steps
+    assert_parity("plain", world_size, leaf_modules=LEAVES[leaves])
 
 
-@matrix(
-    ["plain-booster.backward"],
-    how=["plain", "checkpointed", "reentrant"],
-    direct=named([False, True], ["booster.backward", "loss.backward"]),
-)
-def test_experts_may_be_recomputed_and_prefetched(how, direct):
-    expected = train_plainly(CASE, 2).gradients
-    for gradients, _, _ in run_on_ranks(boosted, 2, how, direct, {"leaf_modules": [Mixture], "max_prefetch": 3}):
-        for found, told in zip(gradients, expected, strict=True):
-            assert_same_tensors(found, told, CLOSE)
+@matrix(["plain"], how=["plain", "checkpointed", "reentrant"])
+def test_experts_may_be_recomputed_and_prefetched(how):
+    assert_parity(how, leaf_modules=[Mixture], max_prefetch=3)
 
 
 class Calls:
@@ -168,24 +122,21 @@ class Calls:
         return contextlib.nullcontext()
 
 
-def noted():
+def collectives_of_a_training():
     calls = Calls()
     with observed_by(calls):
-        gradients, *_ = boosted("plain", False, {"leaf_modules": [Mixture]})
-    return gradients, calls.seen
+        train_boosted(CASE, Setting(GeminiPlugin, {"min_chunk_bytes": 1024, "leaf_modules": [Mixture]}))
+    return calls.seen
 
 
 def test_ranks_that_use_other_experts_make_the_same_collectives():
-    expected = train_plainly(CASE, 2).gradients  # a backend that runs them in order needs them to be equal
-    results = run_on_ranks(noted, 2)
-    assert results[0][1] == results[1][1] != []
-    for gradients, _ in results:
-        for found, told in zip(gradients, expected, strict=True):
-            assert_same_tensors(found, told, CLOSE)
+    """A backend that runs them in order needs them to be equal."""
+    first, second = run_on_ranks(collectives_of_a_training, 2)
+    assert first == second != []
 
 
 def refuses(leaves):
-    Booster(plugin=GeminiPlugin(leaf_modules=leaves)).boost(make())
+    Booster(plugin=GeminiPlugin(leaf_modules=leaves)).boost(Net("plain"))
 
 
 def test_a_leaf_that_is_not_there_raises_on_every_rank():

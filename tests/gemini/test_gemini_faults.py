@@ -6,7 +6,6 @@ import gc
 import os
 import re
 import resource
-import shutil
 import time
 from pathlib import Path
 from unittest import mock
@@ -14,15 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from matrix import matrix, named
 from patience import unhindered_seconds
 from ranked import raises_on_ranks
 
-import booster_runtime
 from booster_core import Booster
-from booster_core.errors import BudgetError, ConfigError, OffloadError
+from booster_core.errors import BudgetError, OffloadError
 from booster_gemini import GeminiPlugin
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 DISK = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}
@@ -106,50 +103,9 @@ def test_a_disk_that_is_full_at_boost_is_told_on_every_rank(tmp_path):
         boost(folder, **DISK)
 
 
-def boost_without_a_folder(folder):
-    boost(f"{folder}/{dist.get_rank()}", **DISK)
-
-
-def test_a_folder_that_one_rank_lacks_is_told_on_every_rank(tmp_path):
-    (tmp_path / "0").mkdir()
-    expect_on_ranks(ConfigError, "does not exist on this host", boost_without_a_folder, 2, str(tmp_path))
-
-
-def remove_the_folder(folder):
-    """Train on although folder and files are removed; return the files that were there, and what came of it."""
-    booster, model, optimizer = boost(folder, **DISK)
-    dist.barrier()
-    files = [*Path(folder).iterdir()]
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
-    dist.barrier()
-    return files, [step(booster, model, optimizer, number) for number in range(3)]
-
-
-def test_a_folder_that_is_removed_takes_nothing_along(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    moved = run_on_ranks(remove_the_folder, 2, str(folder))
-    still = run_on_ranks(losses_of, 2, None, {})
-    assert [files for files, _ in moved] == [[], []], "chunks' files have no name, so that none is left by a crash"
-    assert [losses for _, losses in moved] == still
-
-
 def losses_of(folder, options):
     run = boost(folder, **options)
     return [step(*run, number) for number in range(3)]
-
-
-@raises_on_ranks(OffloadError, "somebody has cut it", 2)
-def test_a_file_that_was_cut_is_told(tmp_path):
-    folder = str(tmp_path)
-    run = boost(folder, **DISK)
-    for number in range(2):
-        step(*run, number)
-    os.truncate(run[1].gatherer.memory.store._file.fileno(), 0)
-    for number in range(2, 4):
-        step(*run, number)
 
 
 def steps(run, most):
@@ -203,37 +159,3 @@ def descriptors_after(folder):
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are listed on Linux")
 def test_files_go_with_their_model(tmp_path):
     assert run_on_ranks(descriptors_after, 2, str(tmp_path)) == [(1, 0, 0)] * 2
-
-
-# ---- parameters changed by hand
-
-
-def change_lawfully(folder, options, saved):
-    """Do all that may change parameters, and return what comes of it."""
-    booster, model, optimizer = boost(folder, **options)
-    losses = [step(booster, model, optimizer)]
-    ema = booster_runtime.ema(booster, model, 0.5)
-    losses.append(step(booster, model, optimizer, 1))
-    ema.update()
-    with ema.applied():
-        model.eval()
-        with torch.inference_mode():
-            losses.append(model(input_ids=torch.arange(8).view(1, 8)).logits.sum().item())
-        model.train()
-    with model.whole_parameters(writes=True), torch.no_grad():
-        for parameter in model.unwrap().parameters():
-            parameter.mul_(0.5)
-    losses.append(step(booster, model, optimizer, 2))
-    booster.save_model(model, f"{saved}/model", shard=True)
-    model.load_state_dict(model.state_dict())
-    losses.append(step(booster, model, optimizer, 3))
-    booster.load_model(model, f"{saved}/model")
-    losses.append(step(booster, model, optimizer, 4))
-    return losses
-
-
-@matrix(["disk-1"], options=named([{}, {"shard_param_frac": 0.0}, DISK], ["here", "whole", "disk"]), size=[1, 2])
-def test_what_may_change_parameters_is_no_false_alarm(options, size, tmp_path):
-    folder = str(tmp_path) if options is DISK else None
-    watched = run_on_ranks(change_lawfully, size, folder, options, str(tmp_path / "saved"))
-    assert watched == run_on_ranks(change_lawfully, size, None, {}, str(tmp_path / "saved"))

@@ -19,6 +19,7 @@ from booster_zero.engine import Role
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),  # keeps state that is not elementwise
     "muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.02),
 }
 
@@ -86,7 +87,7 @@ def test_blocks_that_come_and_go_change_no_bit(world_size, precision):
         assert roles == {*Role}
 
 
-@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.slow), "muon"])
+@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.slow), "adafactor", "muon"])
 def test_other_optimizers_find_their_state_too(name):
     run_on_ranks(compare, 2, None, name, None)
 

@@ -1,12 +1,8 @@
-"""``torch.compile`` of models whose layers are split: whole graphs, the sums of eager training, and its gradients.
-
-Collectives in graphs are those that torch's compiler knows, so that on CUDA it can take them into matrix products.
-"""
+"""``torch.compile`` of models whose layers are split: whole graphs, the sums of eager training, and its gradients."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
@@ -22,7 +18,6 @@ from booster_hybrid.mesh import RankGroup
 from booster_hybrid.policy.find import policy_for
 from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 from booster_hybrid.tensor_parallel.plan import parallelize
-from booster_testing import run_on_ranks
 
 NAMES = ("llama_tied", "gpt2_lm", "qwen2", "opt", "phi", "cohere", "glm", "bert_masked_lm", "vit", "t5_generation")
 
@@ -45,24 +40,17 @@ class Counted:
 
 
 class Graphs:
-    """A backend that keeps the graphs, runs them as they are, and counts the sums over ranks that they take."""
+    """A backend that runs graphs as they are, and counts the sums over ranks that they take."""
 
-    def __init__(self, decompositions=None):
+    def __init__(self):
         from torch._dynamo.backends.common import aot_autograd
 
-        self.found, self.number = [], 0
-        compilers = {"fw_compiler": self._keep, "bw_compiler": self._keep}
-        self.backend = aot_autograd(**compilers, decompositions=decompositions)
+        self.number = 0
+        self.backend = aot_autograd(fw_compiler=self._count, bw_compiler=self._count)
 
-    def targets(self):
-        """Return how often each collective is in the graphs."""
-        names = [str(node.target) for graph in self.found for node in graph.graph.nodes]
-        return Counter(name.split(".")[1] for name in names if name.startswith("_c10d_functional."))
-
-    def _keep(self, graph, _):
+    def _count(self, graph, _):
         from functorch.compile import make_boxed_func
 
-        self.found.append(graph)
         sums = [node for node in graph.graph.nodes if str(node.target) == "_c10d_functional.all_reduce.default"]
         run = make_boxed_func(graph.forward)
 
@@ -88,80 +76,45 @@ def make(name, dtype):
     }  # fmt: skip
 
 
-def split(whole):
-    model = copy.deepcopy(whole)
-    return model, parallelize(model, policy_for(whole), RankGroup.of(None), parallel_output=False).splits
+def split(whole, *, splits_sequences=False):
+    model, policy, group = copy.deepcopy(whole), policy_for(whole), RankGroup.of(None)
+    done = parallelize(model, policy, group, parallel_output=False)
+    if splits_sequences:
+        split_between_blocks(model, policy.layers, group, done)
+    return model, done.splits
 
 
-@matrix(["gpt2_lm"], name=NAMES)
+@matrix(
+    ["gpt2_lm-False", "llama_tied-True"],
+    **{"name, splits_sequences": [*((name, False) for name in NAMES), ("llama_tied", True)]},
+)
 @on_ranks(2, timeout_seconds=300)
-def test_gradients_are_those_of_the_whole_model(name):
+def test_gradients_are_those_of_the_whole_model(name, splits_sequences):
     from torch._dynamo.utils import counters
 
     ignore_compiler_warnings()
     zoo, whole, batch = make(name, torch.float64)
-    (eager, _), (model, splits) = split(whole), split(whole)
+    (eager, _), (model, splits) = (split(whole, splits_sequences=splits_sequences) for _ in range(2))
     with Counted() as asked:
         zoo.loss_of(eager, batch).backward()
-    expected = zoo.loss_of(whole, batch)
-    expected.backward()
     graphs = Graphs()
-    model.compile(backend=graphs.backend)
-    for _ in range(2):  # layers that read another input than their siblings share nothing from the second time on
-        model.zero_grad()
+    for each in model.model.layers if splits_sequences else [model]:
+        each.compile(backend=graphs.backend)
+    for number in range(2):  # layers that read another input than their siblings share nothing from the second time on
+        # Of another length in the second step, which not every rank has as much of.
+        given = {key: value[:, :-1] for key, value in batch.items()} if splits_sequences and number else batch
+        for each in (whole, model):
+            each.zero_grad()
         counters.clear()
         graphs.number = 0
-        found = zoo.loss_of(model, batch)
+        expected, found = zoo.loss_of(whole, given), zoo.loss_of(model, given)
+        expected.backward()
         found.backward()
         assert not [reason for reason in counters["graph_break"] if "booster" in reason], name
-    assert 0 < graphs.number <= asked.number, f"{name}: {graphs.number} sums, {asked.number} in eager training"
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0, msg=name)  # some losses are taken in fp32
-    assert_parts_of_gradients(model, splits, whole, name)
-
-
-def known_to_the_compiler(name, samples):
-    """Compile layers between which sequences are split, and look for what torch's compiler takes into products."""
-    ignore_compiler_warnings()
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes import micro_pipeline_tp as fused
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-
-    zoo, whole, batch = make(name, torch.float64)
-    model = copy.deepcopy(whole)
-    policy = policy_for(whole)
-    done = parallelize(model, policy, RankGroup.of(None), parallel_output=False)
-    split_between_blocks(model, policy.layers, RankGroup.of(None), done)
-    graphs = Graphs(select_decomp_table())
-    for layer in model.get_submodule(policy.layers[0]):
-        layer.compile(backend=graphs.backend)
-    for number in samples:  # of another length in the second step, which not every rank has as much of
-        model.zero_grad()
-        whole.zero_grad()
-        given = {key: value[:, : value.shape[1] - number] for key, value in batch.items()}
-        found, expected = zoo.loss_of(model, given), zoo.loss_of(whole, given)
-        found.backward()
-        expected.backward()
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
-        assert_parts_of_gradients(model, done.splits, whole, name)
-    taken = []
-    for graph in graphs.found[:4]:
-        view_to_reshape(graph)
-        gathers = fused.find_all_gather_patterns(graph.graph)
-        sums = fused.find_reduce_scatter_patterns(graph.graph)
-        taken.append(
-            (
-                sum(bool(fused._find_consumer_matmuls(each.res_node)) for each in gathers),
-                sum(fused._find_producer_matmul(each.input_node) is not None for each in sums),
-            )
-        )
-    return graphs.targets(), taken
-
-
-def test_gathers_and_sums_of_sequences_are_fused_with_products_by_torchs_compiler():
-    """Each layer gathers twice and sums twice; in backward, what is summed is that of several products together."""
-    for targets, taken in run_on_ranks(known_to_the_compiler, 2, "llama_tied", [0, 1], timeout_seconds=300):
-        assert targets["all_gather_into_tensor"] == targets["reduce_scatter_tensor"] > 0
-        assert taken == [(2, 2)] * 2 + [(2, 0)] * 2
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0, msg=name)  # some losses are taken in fp32
+        assert_parts_of_gradients(model, splits, whole, name)
+    if not splits_sequences:
+        assert 0 < graphs.number <= asked.number, f"{name}: {graphs.number} sums, {asked.number} in eager training"
 
 
 class Writing(nn.Module):

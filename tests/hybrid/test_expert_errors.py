@@ -19,7 +19,6 @@ from booster_hybrid.expert_parallel.apply import find_experts
 from booster_hybrid.policy.find import expert_rules, policy_for
 from booster_hybrid.probe.experts import check_experts
 from booster_runtime import Muon
-from booster_testing import run_on_ranks
 from booster_testing.compare import tolerance_for
 from booster_zero import ZeroConfig
 
@@ -138,24 +137,6 @@ def test_experts_that_are_called_otherwise_raise():
     boost(Odd().double())(states(0, 0))
 
 
-def with_one_more_forward():
-    model, x = boost(made()), states(0, 0)
-    model(x)
-    if dist.get_rank() == 0:
-        try:
-            model(x)
-        except Exception as error:  # noqa: BLE001 - its class depends on the transport
-            return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.timeout(120)
-def test_a_rank_that_does_not_call_the_model_is_named():
-    message, _ = run_on_ranks(with_one_more_forward, 2, group_timeout_seconds=4.0)
-    assert message.startswith("MissingRanksError")
-    assert "forward" in message
-
-
 class Branching(nn.Module):
     """The first rank skips a layer before experts: its gradients come later than the other's, or not at all."""
 
@@ -216,10 +197,6 @@ def test_a_policy_of_experts_alone_leaves_the_other_rules_to_the_plan():
     (found,) = find_experts(model, expert_rules(model, policy), 4)
     assert found.name == "model.layers.0.mlp.experts"
     assert policy_for(model, ShardingPolicy(layers=("model.layers",))).rules == ()
-
-
-def test_models_without_experts_have_no_rules():
-    assert expert_rules(nn.Linear(2, 2)) == []
 
 
 def test_the_check_leaves_the_module_and_random_numbers_as_they_are():

@@ -23,6 +23,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.modules import ModuleNames
 from booster_runtime import enable_activation_checkpointing
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import Tolerance
@@ -253,6 +254,13 @@ def test_batches_of_several_adapters_are_refused():
     model.eval()
     tokens = torch.zeros((2, 4), dtype=torch.int64)
     model(input_ids=tokens, adapter_names=["default", "__base__"])
+
+
+def test_user_modules_named_like_adapters_are_kept():
+    model = nn.ModuleDict({"lora_A": nn.Linear(2, 2), "modules_to_save": nn.ModuleDict({"up": nn.Linear(2, 2)})})
+    names = ModuleNames(model)
+    assert set(names.modules) == {"", "lora_A", "modules_to_save", "modules_to_save.up"}
+    assert names.in_rules("modules_to_save.up") == "modules_to_save.up"
 
 
 @matrix(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from model_zoo import get_model
-from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -53,15 +51,6 @@ def test_layers_are_found_with_an_example_only(options):
     expect_on_ranks(ConfigError, message, boost_custom, 2, options)
 
 
-@raises_on_ranks(
-    ConfigError, r"disagree about `custom_policy`: ShardingPolicy\(rules=\(\), layers=\('layers',\).* on rank 0,", 2
-)
-def test_ranks_with_different_policies_are_named():
-    options = {"pp_size": 2, "example_batch": torch.zeros(2, 4)}
-    name = "blocks" if dist.get_rank() else "layers"
-    boost({**options, "custom_policy": ShardingPolicy(layers=(name,))}, Custom())
-
-
 class Told(nn.Module):
     """A layer that needs more than hidden states."""
 
@@ -97,13 +86,3 @@ def test_what_no_batch_shows_raises_unless_it_is_allowed_or_an_example_is_given(
     for unchecked in run_on_ranks(boost_unseen, 2, {"unchecked": "allow"}):
         assert list(unchecked) == ["blocks.0", "blocks.1"]
     assert run_on_ranks(boost_unseen, 2, {"example_batch": torch.zeros(2, 3, 4)}) == [{}, {}]
-
-
-def execute(samples):
-    booster, model, optimizer = boost({"pp_size": 2, "num_microbatches": 3})
-    batch = {"input_ids": torch.zeros(samples, 4, dtype=torch.int64)}
-    return booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-
-
-def test_a_batch_that_cannot_be_split_raises_on_every_rank():
-    expect_on_ranks(ConfigError, r"batch of 2 sample\(s\) can't be .*num_microbatches=3`", execute, 2, 2)

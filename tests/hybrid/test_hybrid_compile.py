@@ -15,7 +15,6 @@ from matrix import matrix
 
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime import compile_layers
 from booster_testing import expect_on_ranks
 from booster_testing.compare import tolerance_for
 from booster_testing.models import tiny_llama
@@ -31,11 +30,6 @@ def in_place(model):
 def layers(model):
     for layer in model.model.layers:
         layer.compile(backend=BACKEND)
-    return model
-
-
-def blocks(model):
-    compile_layers(model, backend=BACKEND)
     return model
 
 
@@ -65,7 +59,6 @@ def compile_after_boost(how, step, model, _optimizer):
 
 WAYS = {
     "layers": (layers, as_it_is),
-    "blocks": (blocks, as_it_is),
     "wrapped": (wrapped_layers, as_it_is),
     "whole": (in_place, as_it_is),
     "layers after boost": (as_it_is, layers),
@@ -88,7 +81,7 @@ PIPELINE = Setting(HybridParallelPlugin, {"pp_size": 2})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["layers", "blocks", "wrapped", "layers after boost"])
+@pytest.mark.parametrize("way", ["layers", "wrapped", "layers after boost"])
 def test_a_pipeline_of_compiled_parts_trains_as_one_process(way):
     assert_equals_one_process(compiled_case(LLAMA, way), PIPELINE)
 

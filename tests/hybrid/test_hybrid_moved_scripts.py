@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from matrix import matrix
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.mesh import PipelinePosition
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 
@@ -54,15 +53,6 @@ def test_the_last_stage_is_on_the_rank_that_gets_the_loss(style, expected):
 def test_mesh_attributes_need_the_process_group(name):
     with pytest.raises(ConfigError, match=rf"`plugin\.{name}` needs the process group. Ask for it after `launch"):
         getattr(HybridParallelPlugin(pp_size=2), name)
-
-
-def ask_early(name):
-    getattr(HybridParallelPlugin(), name)
-
-
-@matrix(["pp_group"], name=["dp_group", "tp_group", "pp_group", "sp_group"])
-def test_groups_are_refused_before_a_model_is_boosted(name):
-    expect_on_ranks(ConfigError, rf"`plugin\.{name}` is made when a model is boosted", ask_early, 2, name)
 
 
 def test_what_a_script_can_not_see_of_chunks_is_refused():

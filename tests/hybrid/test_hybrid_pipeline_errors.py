@@ -137,12 +137,32 @@ class FirstOfNothing(torch.nn.Module):
         return x.to(next(self.tower.named_parameters())[1].dtype) if self.layers[1].weight.sum() else x
 
 
-@raises_on_ranks(ConfigError, r"`forward` .* took the first of nothing", 2)
-def test_the_first_parameter_of_a_part_without_any_raises_on_every_rank():
-    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.ones(4, 4)}
-    booster, model = Booster(plugin=HybridParallelPlugin(pp_size=2, **example)), FirstOfNothing()
+class Deep(torch.nn.Module):
+    """Passes on a tensor of more dimensions than are sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x):
+        x = self.layers[0](x.view(-1, *[1] * 8, 4))
+        return self.layers[1](x).flatten(1)
+
+
+def train_layers(build):
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.ones(2, 4)}
+    booster, model = Booster(plugin=HybridParallelPlugin(pp_size=2, **example)), build()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, lambda outputs, _: outputs.sum(), optimizer)
+    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, lambda outputs, _: outputs.mean(), optimizer)
+
+
+def test_the_first_parameter_of_a_part_without_any_raises_on_every_rank():
+    expect_on_ranks(ConfigError, r"`forward` .* took the first of nothing", train_layers, 2, FirstOfNothing)
+
+
+def test_activations_that_cannot_be_sent_are_named_on_every_rank():
+    message = r"can't send argument 'input' of layer 'layers\.1': it is of torch\.float32 and has 10 dimensions"
+    expect_on_ranks(ConfigError, message, train_layers, 2, Deep)
 
 
 @pytest.mark.parametrize("way", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
@@ -168,29 +188,6 @@ def test_fewer_microbatches_than_stages_train_with_a_warning():
     assert len(first) == 1
     assert first[0].startswith("1 microbatch(es) leave each of the 2 ranks of the pipeline idle for 50% of a step.")
     assert second == []
-
-
-class Deep(torch.nn.Module):
-    """Passes on a tensor of more dimensions than are sent."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
-
-    def forward(self, x):
-        x = self.blocks[0](x.view(-1, *[1] * 8, 4))
-        return self.blocks[1](x).flatten(1)
-
-
-@raises_on_ranks(
-    ConfigError, r"can't send argument 'input' of layer 'blocks\.1': it is of torch\.float32 and has 10 dimensions", 2
-)
-def test_activations_that_cannot_be_sent_are_named_on_every_rank():
-    policy = ShardingPolicy(layers=("blocks",))
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, custom_policy=policy, example_batch=torch.ones(2, 4)))
-    model = Deep()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, lambda outputs, _: outputs.mean(), optimizer)
 
 
 @on_ranks(2)

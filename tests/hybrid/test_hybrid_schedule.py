@@ -14,24 +14,8 @@ _STYLES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("inte
 
 @settings(max_examples=60, deadline=None)
 @given(_STYLES, st.integers(1, 6), st.integers(1, 14))
-def test_every_schedule_runs_without_deadlock(style, num_ranks, num_microbatches):
-    """Ranks that wait for what an action needs, and do nothing else meanwhile, all come to the end."""
-    schedule = make_schedule(style[0], num_ranks, num_microbatches, style[1])
-    left = [schedule.actions(rank) for rank in range(num_ranks)]
-    done: set[Action] = set()
-    last = schedule.placement.num_stages - 1
-    while any(left):
-        moved = False
-        for mine in left:
-            while mine and _needs(mine[0], last) <= done:
-                done.add(mine.pop(0))
-                moved = True
-        assert moved, [mine[:1] for mine in left]
-
-
-@settings(max_examples=60, deadline=None)
-@given(_STYLES, st.integers(1, 6), st.integers(1, 14))
 def test_every_microbatch_passes_every_stage_once(style, num_ranks, num_microbatches):
+    """In their order, so that the last microbatch's gradient is the last to reach each parameter."""
     schedule = make_schedule(style[0], num_ranks, num_microbatches, style[1])
     kinds = [ActionKind.FORWARD, ActionKind.BACKWARD]
     if style[0] == "zbv":
@@ -46,6 +30,9 @@ def test_every_microbatch_passes_every_stage_once(style, num_ranks, num_microbat
         actions = schedule.actions(rank)
         assert len(actions) == len(expected)
         assert set(actions) == expected
+        for kind, stage in itertools.product(kinds, schedule.placement.stages_of(rank)):
+            order = [each.microbatch for each in actions if (each.work, each.stage) == (kind, stage)]
+            assert order == sorted(order)
 
 
 @settings(deadline=None)
@@ -65,34 +52,24 @@ def test_the_idle_share_matches_its_formula(style, num_ranks, num_microbatches):
     assert [schedule.idle_share(rank) for rank in range(num_ranks)] == pytest.approx([expected] * num_ranks)
 
 
-@settings(deadline=None)
-@given(_STYLES, st.integers(1, 6), st.integers(1, 14))
-def test_gradients_of_a_stage_come_in_the_order_of_its_microbatches(style, num_ranks, num_microbatches):
-    """So the last microbatch's gradient is the last to reach each parameter."""
-    schedule = make_schedule(style[0], num_ranks, num_microbatches, style[1])
-    for rank in range(num_ranks):
-        for stage in schedule.placement.stages_of(rank):
-            for work in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT):
-                order = [each.microbatch for each in schedule.actions(rank) if (each.work, each.stage) == (work, stage)]
-                assert order == sorted(order)
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(_STYLES, st.integers(1, 6), st.integers(1, 14))
 def test_the_times_of_the_plan_hold_if_ranks_do_nothing_before_its_turn(style, num_ranks, num_microbatches):
-    """A clock that knows dependencies and lists alone comes to the same times, and to no overlap on any rank."""
+    """A clock that knows dependencies and lists alone comes to the end, to the same times, and to no overlap."""
     schedule = make_schedule(style[0], num_ranks, num_microbatches, style[1])
     last = schedule.placement.num_stages - 1
     left = [list(schedule.actions(rank)) for rank in range(num_ranks)]
     stops: dict[Action, int] = {}
     events: list[list[Event]] = [[] for _ in left]
     while any(left):
+        waiting = sum(map(len, left))
         for mine, done in zip(left, events, strict=True):
             while mine and all(need in stops for need in _needs(mine[0], last)):
                 action = mine.pop(0)
                 start = max([done[-1].stop if done else 0, *(stops[need] for need in _needs(action, last))])
                 stops[action] = start + COSTS[action.work]
                 done.append(Event(action, start, stops[action]))
+        assert sum(map(len, left)) < waiting, [mine[:1] for mine in left]
     assert schedule.events == events
     assert schedule.duration == max(stops.values())
 
@@ -184,14 +161,6 @@ def test_the_v_alone_splits_backward(num_ranks):
     assert found == {"gpipe": False, "1f1b": False, "interleaved": False, "zbv": True}
 
 
-def test_kinds_of_work_have_the_names_that_records_show():
-    assert [work.value for work in ActionKind] == ["forward", "backward", "backward_input", "backward_weight"]
-
-
-def test_a_schedule_is_shown_without_its_events():
-    assert "Event" not in repr(make_schedule("gpipe", 1, 1))
-
-
 def test_zero_bubble_places_stages_in_a_v():
     assert [Placement(4).stages_of(rank) for rank in range(4)] == [[0], [1], [2], [3]]
     assert [Placement(4, 2, is_v=True).stages_of(rank) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
@@ -203,10 +172,8 @@ def test_zero_bubble_places_stages_in_a_v():
     ("style", "num_chunks", "message"),
     [
         ("fifo", 1, r"`pp_style='fifo'` is not one of 'gpipe'"),
-        ("gpipe", 0, r"'gpipe'` puts 1 stage\(s\) on each rank, but `num_model_chunks=0`"),
         ("gpipe", 2, r"'gpipe'` puts 1 stage\(s\) on each rank, but `num_model_chunks=2`"),
         ("1f1b", 0, r"'1f1b'` puts 1 stage\(s\) on each rank, but `num_model_chunks=0`"),
-        ("1f1b", 2, r"'1f1b'` puts 1 stage\(s\) on each rank, but `num_model_chunks=2`"),
         ("interleaved", 1, r"at least 2 stage\(s\) on each rank, but `num_model_chunks=1`"),
         ("zbv", 1, r"puts 2 stage\(s\) on each rank"),
         ("zbv", 3, r"puts 2 stage\(s\) on each rank"),

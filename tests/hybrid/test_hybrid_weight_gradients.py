@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from functools import partial
 
@@ -49,36 +48,50 @@ def backward_in_two(split, compute, between=None):
     return loss, asked
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_get_the_gradients_of_one_backward(name):
+def assert_gradients_of_one_backward(name, model, whole, dtype=torch.float32):
+    """Train one of two equal models by a backward in two phases, microbatch by microbatch, the other one by one."""
     zoo = get_model(f"transformers/{name}")
-    whole = zoo.seeded()
-    model = copy.deepcopy(whole)
     split = SplitBackward(model)
     fired, expected = count_hooks(model), count_hooks(whole)
     for microbatch in range(3):
         batch = zoo.share(0, microbatch, 3)
-        zoo.loss_of(whole, batch).backward()
-        backward_in_two(split, lambda batch=batch: zoo.loss_of(model, batch))
+
+        def compute(each, batch=batch):
+            with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+                return zoo.loss_of(each, batch)
+
+        whole.zero_grad()
+        loss = compute(whole)
+        loss.backward()
+        model.zero_grad()
+        found, waiting = backward_in_two(split, lambda: compute(model), lambda: without_gradients(model))
+        assert torch.equal(found, loss)
+        assert waiting > without_gradients(whole)
+        for key, parameter in whole.named_parameters():
+            got = model.get_parameter(key).grad
+            assert (got is None) == (parameter.grad is None), key
+            if got is not None:  # what comes from several uses is summed in another order
+                torch.testing.assert_close(
+                    got, parameter.grad, rtol=1e-5, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}"
+                )
     assert fired == expected
-    for key, parameter in whole.named_parameters():
-        got = model.get_parameter(key).grad
-        if parameter.grad is None:
-            assert got is None
-        else:
-            # What comes from several uses is summed in another order.
-            torch.testing.assert_close(
-                got, parameter.grad, rtol=1e-5, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}"
-            )
+
+
+def without_gradients(model):
+    return {name for name, parameter in model.named_parameters() if parameter.grad is None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_get_the_gradients_of_one_backward(name):
+    zoo = get_model(f"transformers/{name}")
+    assert_gradients_of_one_backward(name, zoo.seeded(), zoo.seeded())
 
 
 class Layers(nn.Module):
-    def __init__(self, *, bias=True):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 16, bias=bias)
-        self.down = nn.Linear(16, 8, bias=bias)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
 
     def forward(self, x):
         return self.down(functional.gelu(self.up(self.norm(x))))
@@ -87,25 +100,6 @@ class Layers(nn.Module):
 @pytest.fixture
 def source():
     return torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_deferred_linear_gradients_are_bitwise_equal(source, bias):
-    model, whole = Layers(bias=bias), Layers(bias=bias)
-    split = SplitBackward(model)
-    pending = split.begin(0)
-    x, y = source.clone().requires_grad_(), source.clone().requires_grad_()
-    with split.using(pending):
-        loss = model(x).square().sum()
-        with pending.opened():
-            loss.backward()
-    whole(y).square().sum().backward()
-    assert [key for key, each in model.named_parameters() if each.grad is not None] == ["norm.weight", "norm.bias"]
-    assert torch.equal(x.grad, y.grad)
-    roots = pending.roots()
-    torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
-    for key, parameter in whole.named_parameters():
-        assert torch.equal(model.get_parameter(key).grad, parameter.grad), key
 
 
 def test_split_layers_take_their_input_by_name(source):
@@ -152,6 +146,7 @@ def with_a_backward_inside(model, x):
 
 
 LOSSES = {
+    "once": lambda model, x: model(x).square().sum(),
     "used twice": lambda model, x: model(model(x)).square().sum(),
     "recomputed": partial(recomputed, use_reentrant=False),
     "recomputed by reentrance": partial(recomputed, use_reentrant=True),
@@ -165,11 +160,13 @@ LOSSES = {
 def test_gradients_of_other_uses_are_those_of_one_backward(source, name):
     model, whole = Layers(), Layers()
     fired, expected = count_hooks(model), count_hooks(whole)
-    backward_in_two(SplitBackward(model), lambda: LOSSES[name](model, source.clone().requires_grad_()))
-    LOSSES[name](whole, source.clone().requires_grad_()).backward()
+    x, y = source.clone().requires_grad_(), source.clone().requires_grad_()
+    backward_in_two(SplitBackward(model), lambda: LOSSES[name](model, x))
+    LOSSES[name](whole, y).backward()
     assert fired == expected or name == "with a backward inside"  # whose weights have another use
     # What comes from several uses is summed in another order.
     bound = {} if name in ("used twice", "with a backward inside") else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(x.grad, y.grad, **bound)
     for key, parameter in whole.named_parameters():
         torch.testing.assert_close(model.get_parameter(key).grad, parameter.grad, **bound)
 
@@ -240,36 +237,8 @@ DEFAULT = ["falcon", *list(CASES)[5:]]
 
 
 def compare(name, dtype=torch.float32, before=lambda _: None, is_sequence_split=False):
-    zoo = get_model(f"transformers/{name}")
     model, whole = (split_model(name, before, is_sequence_split=is_sequence_split) for _ in range(2))
-    split = SplitBackward(model)
-    fired, expected = count_hooks(model), count_hooks(whole)
-    for microbatch in range(3):
-        batch = zoo.share(0, microbatch, 3)
-
-        def compute(each, batch=batch):
-            with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
-                return zoo.loss_of(each, batch)
-
-        whole.zero_grad()
-        loss = compute(whole)
-        loss.backward()
-        model.zero_grad()
-        found, waiting = backward_in_two(split, lambda: compute(model), lambda: without_gradients(model))
-        assert torch.equal(found, loss)
-        assert waiting > without_gradients(whole)
-        for key, parameter in whole.named_parameters():
-            got = model.get_parameter(key).grad
-            assert (got is None) == (parameter.grad is None), key
-            if got is not None:
-                torch.testing.assert_close(
-                    got, parameter.grad, rtol=1e-5, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}"
-                )
-    assert fired == expected
-
-
-def without_gradients(model):
-    return {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert_gradients_of_one_backward(name, model, whole, dtype)
 
 
 @matrix(DEFAULT, case=CASES)

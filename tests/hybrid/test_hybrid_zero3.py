@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, decayed, itself, train_boosted
 from matrix import matrix
-from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
-from booster_core import Booster
-from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.models import tiny_llama
-from booster_testing.training import whole_model
 from booster_zero import ZeroConfig
 
 
@@ -118,86 +112,3 @@ def chosen(number, replica):
 
 def test_ranks_may_use_other_parts_of_a_layer():
     assert_equals_one_process(Case(build=Mixture, batch=chosen, loss=itself), setting_of({}, 2))
-
-
-def memory_of(stage):
-    """Return the bytes that this rank keeps of a model after a step, and those of its parameters."""
-    gc.collect()
-    before = held_bytes()
-    booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=stage))
-    net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
-    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
-    booster.backward(model(torch.randn(2, 512)).square().mean(), optimizer)
-    optimizer.step()
-    gc.collect()
-    return held_bytes() - before, 4 * 8 * 512 * 512
-
-
-def held_bytes():
-    """Return the bytes of all tensors of the process, each memory counted once."""
-    tensors = (each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-    return sum(storages.values())
-
-
-def test_a_rank_keeps_its_share_of_parameters_gradients_and_state():
-    (whole, parameters), _ = run_on_ranks(memory_of, 2, 0)
-    assert whole == pytest.approx(4 * parameters, rel=0.02)  # values, gradients, and two moments
-    for kept, _ in run_on_ranks(memory_of, 2, 3):
-        # Of 8 layers one is used, one has been, and the next one comes; their buffers are used again.
-        assert kept <= whole / 2 + 3 / 8 * parameters
-
-
-@on_ranks(4)
-def test_a_background_save_has_the_values_of_its_call(tmp_path):
-    """Save in the background, and train on while files are written."""
-    folder = tmp_path / "model"
-    booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=3, tp_size=2))
-    index, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    model, optimizer, *_ = booster.boost(*TIED.make())
-
-    def step(number):
-        booster.backward(model(**batch_of(number, index)).loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(0)
-    saved = whole_model(booster, model)
-    booster.save_model(model, folder, shard=True, use_async=True)
-    step(1)
-    booster.wait()
-    changed = whole_model(booster, model)
-    assert not torch.equal(changed["model.norm.weight"], saved["model.norm.weight"])
-    booster.load_model(model, folder)
-    found = whole_model(booster, model)
-    assert all(torch.equal(found[key], tensor) for key, tensor in saved.items())
-    state = model.state_dict()
-    assert torch.equal(state["model.norm.weight"], saved["model.norm.weight"])
-
-
-class Widening(nn.Module):
-    """Skips a layer on one rank."""
-
-    def __init__(self, widths):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, each), nn.Linear(each, 256)) for each in widths)
-
-    def forward(self, x, skipped):
-        for index, layer in enumerate(self.layers):
-            x = x if index == skipped else layer(x)
-        return x.mean()
-
-
-@pytest.mark.parametrize("widths", [[256] * 4, [256, 64, 128, 32]], ids=["of one size", "of other sizes"])
-@raises_on_ranks(
-    ConfigError,
-    r"used the model's parameters in different orders.*Run the same modules on every rank, or use `zero_stage=2`",
-    2,
-)
-def test_ranks_that_use_other_layers_raise(widths):
-    booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=3))
-    net = Widening(widths)
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    booster.backward(model(inputs(0, 0), dist.get_rank()), optimizer)
-    optimizer.step()

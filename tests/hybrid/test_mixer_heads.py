@@ -251,7 +251,7 @@ def case_of(kind: str) -> Case:
 
 
 @matrix(
-    ["KimiLinearDeltaAttention-split_gather", "FalconH1Mixer-tp2zero3"],
+    ["Lfm2ShortConv-split_gather", "FalconH1Mixer-tp2zero3"],
     kind=["Qwen3NextGatedDeltaNet", "KimiLinearDeltaAttention", "FalconH1Mixer", "Lfm2ShortConv"],
     mesh=named(MESHES.values(), MESHES),
 )

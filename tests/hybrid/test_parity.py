@@ -55,10 +55,11 @@ def test_training_with_split_layers_equals_one_process(name, mesh):
     assert_parity(name, mesh)
 
 
-def test_key_and_value_heads_that_ranks_share_count_once_in_the_norm():
-    # Two key/value heads on four ranks: each is held twice.
-    setting = parity_setting("transformers/llama", {"tp_size": 4, "zero_stage": 1}, 4)
-    assert_equals_one_process(parity_case("transformers/llama"), setting)
+@matrix(["llama-4"], name=["llama", "qwen2", "glm", "falcon", "falcon_alibi"], tp_size=[3, 4])
+def test_key_and_value_heads_that_ranks_share_count_once_in_the_norm(name, tp_size):
+    """Two key/value heads, or one, serve four queries: with sizes that do not divide either."""
+    name = f"transformers/{name}"
+    assert_equals_one_process(parity_case(name), parity_setting(name, {"tp_size": tp_size, "zero_stage": 1}, tp_size))
 
 
 @matrix(

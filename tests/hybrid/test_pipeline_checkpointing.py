@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
-from kept_activations import Keep, Kept, Layers
 from matrix import matrix
 from model_zoo import get_model
 from ranked import raises_on_ranks
@@ -21,6 +22,36 @@ MICROBATCHES = 4
 KEPT_BYTES = 1 << 20
 
 
+class Kept:
+    """Counts the activations that are alive."""
+
+    live = peak = 0
+
+    def add(self, tensor):
+        self.live += 1
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(tensor, self.remove)
+
+    def remove(self):
+        self.live -= 1
+
+
+class Keep(torch.autograd.Function):
+    """Keeps an activation for backward."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        saved = x.new_zeros(KEPT_BYTES // x.element_size())
+        kept.add(saved)
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert ctx.saved_tensors
+        return gradient, None
+
+
 class Layer(nn.Module):
     def __init__(self, kept):
         super().__init__()
@@ -32,11 +63,22 @@ class Layer(nn.Module):
         return self.dropout(Keep.apply(self.linear(x), self.kept))
 
 
+class Layers(nn.Module):
+    def __init__(self, kept):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(kept) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def train(options):
     """Return this rank's gradients, and how many large activations were alive at one time."""
-    kept = Kept(KEPT_BYTES)
+    kept = Kept()
     torch.manual_seed(3)
-    model = Layers(8, kept, Layer)
+    model = Layers(kept)
     batch = {"x": torch.ones(MICROBATCHES, 2, 4)}
     plugin = HybridParallelPlugin(
         pp_size=2,
@@ -66,18 +108,23 @@ def test_gradients_are_the_same_bits_with_dropout(style):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "expected"),
+    ("ratio", "style", "expected"),
     [
         # Of two microbatches that live on the first rank, and one on the second, with four layers each.
-        (0.5, [4, 2]),
+        (None, "1f1b", [8, 4]),
+        (0.5, "1f1b", [4, 2]),
         # Of what is recomputed, one layer's is there at a time.
-        pytest.param(1.0, [1, 1], marks=pytest.mark.slow),
+        pytest.param(1.0, "1f1b", [1, 1], marks=pytest.mark.slow),
         # Rounded up: two layers of the first stage, one of the second.
-        pytest.param((0.3, 0.1), [4, 3], marks=pytest.mark.slow),
+        pytest.param((0.3, 0.1), "1f1b", [4, 3], marks=pytest.mark.slow),
+        # All microbatches; as much as the first rank of 1F1B on both, of which weights need nothing later.
+        (None, "gpipe", [16, 16]),
+        (None, "zbv", [8, 8]),
     ],
 )
-def test_kept_activations_match_the_checkpoint_ratio(ratio, expected):
-    assert [peak for _, peak in run_on_ranks(train, 2, {"checkpoint_ratio": ratio})] == expected
+def test_kept_activations_match_schedule_and_checkpoint_ratio(ratio, style, expected):
+    options = {"checkpoint_ratio": ratio, "pp_style": style}
+    assert [peak for _, peak in run_on_ranks(train, 2, options)] == expected
 
 
 @raises_on_ranks(ConfigError, r"'model\.layers\.0' is checkpointed by the model itself", 2)

@@ -130,21 +130,24 @@ def masked_inside(outputs, batch):
     return functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
 
-def train(criterion, weight=None, batch=None):
+def train(criterion, batch, weight=None):
     booster = setting().make_booster()
     torch.manual_seed(0)
     model = Tagger()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return train_batch(booster, iter([batch or tags(0, 0)]), model, criterion, optimizer, weight=weight).item()
+    return train_batch(booster, iter([batch]), model, criterion, optimizer, weight=weight).item()
+
+
+def assert_loss_of_one_process(criterion, batch, weight=None):
+    torch.manual_seed(0)
+    expected = criterion(Tagger()(batch["input_ids"]), batch).item()
+    assert run_on_ranks(train, 2, criterion, batch, weight) == pytest.approx([expected] * 2)
 
 
 def test_labels_that_are_made_in_the_criterion_raise_or_are_weighed():
-    expect_on_ranks(ConfigError, "mean over labels that count.*`weight=`", train, 2, masked_inside)
-    torch.manual_seed(0)
     batch = tags(0, 0)
-    expected = masked_inside(Tagger()(batch["input_ids"]), batch).item()
-    weight = counted
-    assert run_on_ranks(train, 2, masked_inside, weight) == pytest.approx([expected] * 2)
+    expect_on_ranks(ConfigError, "mean over labels that count.*`weight=`", train, 2, masked_inside, batch)
+    assert_loss_of_one_process(masked_inside, batch, counted)
 
 
 def of_vectors(outputs, batch):
@@ -153,10 +156,7 @@ def of_vectors(outputs, batch):
 
 def test_vectors_that_the_criterion_alone_takes_are_cut_into_microbatches():
     weights = torch.linspace(1.0, 2.0, SAMPLES).double()
-    batch = {**without_labels(0, 0), "targets": weights.square(), "weights": weights}
-    torch.manual_seed(0)
-    expected = of_vectors(Tagger()(batch["input_ids"]), batch).item()
-    assert run_on_ranks(train, 2, of_vectors, None, batch) == pytest.approx([expected] * 2)
+    assert_loss_of_one_process(of_vectors, {**without_labels(0, 0), "targets": weights.square(), "weights": weights})
 
 
 def counted(batch):
@@ -208,26 +208,15 @@ MASKED = (divided, divided_by_a_number, weighed_by_position, selected, selected_
 """Means over a mask, as trainers with rewards take them over answers (`masked_mean` of several libraries)."""
 
 
-def train_masked(criterion, lengths=LENGTHS, weight=None):
-    booster = setting().make_booster()
-    torch.manual_seed(0)
-    model = Tagger()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = iter([masks(lengths, 0, 0)])
-    return train_batch(booster, batches, model, criterion, optimizer, weight=weight).item()
+def mask_sum(batch):
+    return batch["mask"].sum()
 
 
 @pytest.mark.parametrize("criterion", MASKED)
 def test_a_mean_over_a_mask_of_other_lengths_raises_or_is_weighed(criterion):
-    expect_on_ranks(ConfigError, r"`mask\.sum\(\)`.*`weight=`", train_masked, 2, criterion)
-    torch.manual_seed(0)
     batch = masks(LENGTHS, 0, 0)
-    expected = criterion(Tagger()(batch["input_ids"]), batch).item()
-    assert run_on_ranks(train_masked, 2, criterion, LENGTHS, mask_sum) == pytest.approx([expected] * 2)
-
-
-def mask_sum(batch):
-    return batch["mask"].sum()
+    expect_on_ranks(ConfigError, r"`mask\.sum\(\)`.*`weight=`", train, 2, criterion, batch)
+    assert_loss_of_one_process(criterion, batch, mask_sum)
 
 
 @pytest.mark.parametrize("criterion", MASKED)

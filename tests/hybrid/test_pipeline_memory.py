@@ -1,4 +1,4 @@
-"""A pipeline keeps as many activations as its schedule promises, and asks for what it needs before it computes."""
+"""When a stage of a pipeline asks for what it needs, sends, and frees what it has sent."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
-from kept_activations import Kept, Layers
 from torch import nn
 
 from booster_hybrid.config import PipelineConfig
 from booster_hybrid.pipeline.cut import StagedModel, share_layers
-from booster_hybrid.pipeline.p2p import P2PChannel, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.stages import find_cuts
-from booster_hybrid.pipeline.weight_gradients import SplitBackward
-from booster_testing import run_on_ranks
 
 
 def staged(model, schedule, rank, config, part):
@@ -28,58 +23,6 @@ def staged(model, schedule, rank, config, part):
     return StagedModel(
         model, cuts, [ranges[each] for each in schedule.placement.stages_of(rank)], lambda each: each.dtype
     )
-
-
-def train(style, num_chunks, num_microbatches):
-    """Return the activations that were alive at one time, what the run counted, and what is left."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    kept = Kept()
-    schedule = make_schedule(style, size, num_microbatches, num_chunks)
-    model = Layers(schedule.placement.num_stages, kept)
-    parts = [{"x": torch.ones(2, 4)} for _ in range(num_microbatches)]
-    split = SplitBackward(model)
-    config = PipelineConfig(size=size, style=style, num_model_chunks=num_chunks)
-    stages = staged(model, schedule, rank, config, parts[0])
-    link = P2PChannel(["x"], range(size), rank, make_channels([range(size)]), torch.device("cpu"))
-    kept.peak = kept.live = 0
-    weights = [1 / num_microbatches] * num_microbatches
-
-    def backward(tensors, gradients, is_last):
-        del is_last
-        torch.autograd.backward(tensors, gradients)
-
-    run = PipelineRun(
-        stages, schedule, rank, link, parts, weights, lambda outputs, _: outputs.sum(), backward, split=split
-    )
-    run.run()
-    return kept.peak, run.peak_live, kept.live
-
-
-@pytest.mark.parametrize(
-    ("style", "num_chunks", "num_microbatches", "promised"),
-    [
-        pytest.param("gpipe", 1, 6, [6, 6, 6, 6], marks=pytest.mark.slow),
-        pytest.param("1f1b", 1, 6, [4, 3, 2, 1], marks=pytest.mark.slow),
-        ("1f1b", 1, 3, [3, 3, 2, 1]),
-        pytest.param("interleaved", 2, 8, [11, 9, 7, 5], marks=pytest.mark.slow),
-    ],
-)
-def test_peak_activations_match_the_schedule(style, num_chunks, num_microbatches, promised):
-    of_ranks = run_on_ranks(train, 4, style, num_chunks, num_microbatches)
-    assert [peak for peak, *_ in of_ranks] == promised
-    assert [counted for _, counted, _ in of_ranks] == promised
-    assert [left for *_, left in of_ranks] == [0, 0, 0, 0]
-
-
-def test_the_zero_bubble_v_keeps_as_much_as_1f1b_s_first_rank_on_each_rank():
-    of_ranks = run_on_ranks(train, 4, "zbv", 2, 10)
-    # Chunks are half as large as 1F1B's stages. What no weight needs is freed before the weights' turn.
-    assert max(counted for _, counted, *_ in of_ranks) <= 8
-    assert all(peak <= counted for peak, counted, *_ in of_ranks)
-    assert [left for *_, left in of_ranks] == [0, 0, 0, 0]
-
-
-# ---- when it sends, receives and frees
 
 
 class Logged(nn.Module):

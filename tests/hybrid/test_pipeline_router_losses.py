@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, itself, own_loss, zoo_case
+from cases import Case, Setting, assert_equals_one_process, itself, noise, own_loss, zoo_case
 from matrix import matrix, named
 from model_zoo import deepened
 
@@ -91,8 +91,7 @@ class ToldLayer(torch.nn.Module):
         return x + self.out(x) * scores
 
 
-def samples(number, replica):
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(2 + 10 * number + replica))
+samples = noise(4, 4)
 
 
 OF_LAYERS = {"pp_size": 2, "custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": samples(0, 0)[:2]}

@@ -6,8 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, own_loss, train_boosted
-from ranked import raises_on_ranks
+from cases import Case, Setting, assert_equals_one_process, noise, train_boosted
 from torch import nn
 
 from booster_core.errors import ConfigError
@@ -38,22 +37,29 @@ def setting_of(options):
     return Setting(HybridParallelPlugin, {"pp_size": 2, **example, **options})
 
 
-def boosted(model):
-    booster = setting_of({}).make_booster()
-    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
-
-
-def rows(number, replica):
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(2 + 10 * number + replica))
+rows = noise(4, 4)
 
 
 def skip(skipped, _step, model, _optimizer):
     model.skipped = skipped
 
 
-def case_of(skipped):
+def skip_on_rank_1(skipped, *given):
+    if torch.distributed.get_rank() == 1:
+        skip(skipped, *given)
+
+
+class Choosing(Skipping):
+    """Calls its last layer only where it is told to, which the dry run does not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.skipped = (5,)
+
+
+def case_of(skipped, build=Skipping, how=skip, steps=2):
     """Return a training that skips layers which the dry run at `boost` has called."""
-    return Case(build=Skipping, batch=rows, before_step=partial(skip, skipped), steps=2)
+    return Case(build=build, batch=rows, before_step=partial(how, skipped), steps=steps)
 
 
 @pytest.mark.parametrize(
@@ -65,50 +71,32 @@ def test_layers_inside_of_a_stage_may_be_skipped(skipped, options):
     assert_equals_one_process(case_of(skipped), setting_of(options))
 
 
+AT_RANDOM = partial(Skipping, partial(torch.rand, []))
+
+
 @pytest.mark.parametrize(
-    ("skipped", "options", "message"),
+    ("case", "options", "message"),
     [
-        ((3,), {}, r"Stage 0 .* ended without a call of layer 'layers\.3', with which stage 1 begins"),
+        (case_of((3,)), {}, r"Stage 0 .* ended without a call of layer 'layers\.3', with which stage 1 begins"),
         pytest.param(
-            (5,),
+            case_of((5,)),
             {"pp_style": "zbv", "num_layers_per_stage": (2, 1, 2, 1)},
             r"Stage 2 .* of layer 'layers\.5'",
             marks=pytest.mark.slow,
         ),
+        (
+            case_of((3,), how=skip_on_rank_1),
+            {},
+            r"Stage 1 .* without a call of layer 'layers\.3', with which it begins",
+        ),
+        (case_of((), Choosing), {}, r"layer 'layers\.5', which the dry run at `boost` did not"),
+        (
+            case_of((), AT_RANDOM, steps=20),
+            {},
+            r"Stage 0 .* without a call of layer 'layers\.3', .* \(set `layerdrop` to 0\)",
+        ),
     ],
-    ids=["boundary", "zbv"],
+    ids=["boundary", "zbv", "received", "not called before", "at random"],
 )
-def test_a_skipped_layer_at_a_cut_is_named_on_every_rank(skipped, options, message):
-    expect_on_ranks(ConfigError, message, train_boosted, 2, case_of(skipped), setting_of(options))
-
-
-@raises_on_ranks(ConfigError, r"Stage 1 .* without a call of layer 'layers\.3', with which it begins", 2)
-def test_received_activations_that_are_not_used_are_named_on_every_rank():
-    skipped = (3,)
-    booster, model, optimizer = boosted(Skipping())
-    if torch.distributed.get_rank() == 1:
-        model.unwrap().skipped = skipped
-    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, own_loss, optimizer)
-
-
-class Choosing(Skipping):
-    """Calls its last layer only where it is told to, which the dry run does not see."""
-
-    def __init__(self):
-        super().__init__()
-        self.skipped = (5,)
-
-
-@raises_on_ranks(ConfigError, r"layer 'layers\.5', which the dry run at `boost` did not", 2)
-def test_a_layer_that_the_dry_run_did_not_call_is_named_on_every_rank():
-    booster, model, optimizer = boosted(Choosing())
-    model.unwrap().skipped = ()
-    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, own_loss, optimizer)
-
-
-@raises_on_ranks(ConfigError, r"Stage 0 .* without a call of layer 'layers\.3', .* \(set `layerdrop` to 0\)", 2)
-def test_a_layer_at_a_cut_that_training_skips_at_random_is_named_on_every_rank():
-    torch.manual_seed(0)
-    booster, model, optimizer = boosted(Skipping(partial(torch.rand, [])))
-    for _ in range(20):
-        booster.execute_pipeline(iter([torch.ones(4, 4)]), model, own_loss, optimizer)
+def test_a_skipped_layer_at_a_cut_is_named_on_every_rank(case, options, message):
+    expect_on_ranks(ConfigError, message, train_boosted, 2, case, setting_of(options))

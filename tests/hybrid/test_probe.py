@@ -16,10 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 
 from booster_core.errors import ConfigError
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
-from booster_hybrid.mesh import RankGroup
 from booster_hybrid.probe.in_process import on_ranks
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
-from booster_hybrid.tensor_parallel.plan import parallelize
 
 CPU = torch.device("cpu")
 WIDTH, HEADS, VOCABULARY = 8, 4, 20
@@ -374,28 +372,6 @@ def test_a_rule_that_no_call_reaches_is_named():
     assert unchecked == {"blocks.0.other.up": "no call of the model reached it"}
 
 
-def test_ranks_within_a_process_give_what_ranks_give():
-    def run(rank):
-        summed = torch.tensor([1.0, rank.rank])
-        rank.all_reduce(summed).wait()
-        buffer = torch.full((3,), -1.0)
-        buffer[rank.rank] = summed[1] + rank.rank
-        rank.all_gather(buffer, [0, 1, 2, 3]).wait()
-        own = torch.empty(1)
-        rank.reduce_scatter(buffer * (rank.rank + 1), [0, 1, 2, 3], own).wait()
-        source = torch.arange(3.0) + 10 * rank.rank
-        out = torch.empty(3)
-        rank.all_to_all(source, [0, 1, 2, 3], out, [0, 1, 2, 3]).wait()
-        return summed, buffer, own, out
-
-    found = on_ranks(3, run)
-    for rank, (summed, buffer, own, out) in enumerate(found):
-        assert summed.tolist() == [3.0, 3.0]
-        assert buffer.tolist() == [3.0, 4.0, 5.0]
-        assert own.tolist() == [6.0 * (3 + rank)]
-        assert out.tolist() == [rank, 10.0 + rank, 20.0 + rank]
-
-
 def test_ranks_that_call_different_collectives_are_told():
     def run(rank):
         tensor = torch.zeros(2 + rank.rank)
@@ -504,15 +480,3 @@ def test_ranks_within_a_process_leave_torchs_modes_as_they_were():
         assert on_ranks(2, run) == [(True, torch.device("meta"))] * 2
     assert not is_in_torch_dispatch_mode()
     assert sys.modules["torch._dynamo.eval_frame"]._stance.stance == "default"
-
-
-def test_parameters_may_be_cut_while_an_earlier_loss_is_alive():
-    model = Model()
-    loss = model(torch.zeros(1, 3, dtype=torch.int64)).sum()
-    loss.backward(retain_graph=True)
-    model.zero_grad()
-    parallelize(model, ShardingPolicy(tuple(NECK.values())), RankGroup(None, 0, 2), parallel_output=False)
-    local = model.neck.up.weight
-    assert local.shape == (2 * WIDTH, WIDTH)
-    (local.sum() + 0 * loss.detach()).backward()
-    assert local.grad.shape == local.shape

@@ -8,12 +8,14 @@ import unittest.mock
 import pytest
 import torch
 from defined_attention import attention_as_defined
+from flex_on_cpus import flex_on_cpus
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thread_ranks import on_threads
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from booster_hybrid.mesh import RankGroup
+from booster_hybrid.sequence_parallel import flex_kernel
 from booster_hybrid.sequence_parallel.exchange import SequenceLayout
 from booster_hybrid.sequence_parallel.kernels import ExplicitScores, FusedKernel
 from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility
@@ -82,9 +84,9 @@ def exchange_between_threads(monkeypatch):
     monkeypatch.setattr(collectives, "all_to_all", all_to_all)
 
 
-def make(case):
+def make(case, seed=0):
     """Return the whole query, key, value, bias and sinks, what weighs the outputs, and the mask, twice: as given."""
-    generator = torch.Generator().manual_seed(case["length"])
+    generator = torch.Generator().manual_seed(case["length"] + seed)
     heads, key_heads = case["heads"]
     batch, length, key_length = case["batch"], case["length"], case["key_length"] or case["length"]
 
@@ -132,27 +134,8 @@ def whole_bias(case, parts, layout):
     return torch.cat(parts, 1) if case["bias"][1] else sum(parts)
 
 
-@settings(max_examples=60, deadline=None)
-@given(CASES)
-# Samples that see different tiles, with biases of their own and of all; a triangle with a bias.
-@example({**PLAIN, "mask": "packed", "bias": (True, False), "trains_bias": True})
-@example({**PLAIN, "mask": "packed", "bias": (True, False)})
-@example({**PLAIN, "mask": "packed", "bias": (False, True), "trains_bias": True})
-@example({**PLAIN, "mask": "packed", "bias": (False, True)})
-@example({**PLAIN, "mask": "causal", "bias": (False, True)})
-# Parts of several lengths; heads with biases, masks and sinks of their own.
-@example({**PLAIN, "num_ranks": 6, "length": 13, "mask": "causal", "zigzag": True})
-@example({**PLAIN, "num_ranks": 6, "length": 13, "key_length": 7, "mask": "added"})
-@example({**PLAIN, "heads": (4, 2), "bias": (True, True), "trains_bias": True, "sinks": True})
-@example({**PLAIN, "heads": (3, 3), "num_ranks": 4, "mask": "heads", "zigzag": True})
-# Heads of which ranks share keys, or have one each; torch's own kernel, and masks by rules.
-@example({**PLAIN, "heads": (2, 1), "bias": (True, True), "trains_bias": True, "sinks": True, "exchanges_heads": True})
-@example({**PLAIN, "heads": (3, 3), "num_ranks": 4, "mask": "heads", "exchanges_heads": True})
-@example({**PLAIN, "value_size": SIZE, "mask": "causal", "exchanges_heads": True})
-@example({**PLAIN, "key_length": 5, "bias": (False, False), "trains_bias": True, "exchanges_heads": True})
-@example({**PLAIN, "mask": "rules", "exchanges_heads": True})
-@example({**PLAIN, "mask": "rules", "zigzag": True})
-def test_parts_put_together_are_attention_over_the_whole(case):
+def assert_parts_put_together_are_the_whole(case):
+    """Attend on threads, and compare outputs and gradients with the definition over the whole sequence."""
     size, exchanges = case["num_ranks"], case["exchanges_heads"]
     if case["mask"] in ("causal", "packed", "rules"):
         case = {**case, "key_length": None}
@@ -201,6 +184,83 @@ def test_parts_put_together_are_attention_over_the_whole(case):
         torch.testing.assert_close(whole_bias(case, gradients[3], layout), whole[3].grad)
     if whole[4] is not None:
         torch.testing.assert_close(sum(gradients[4]), whole[4].grad)
+
+
+@settings(max_examples=60, deadline=None)
+@given(CASES)
+# Samples that see different tiles, with biases of their own and of all; a triangle with a bias.
+@example({**PLAIN, "mask": "packed", "bias": (True, False), "trains_bias": True})
+@example({**PLAIN, "mask": "packed", "bias": (True, False)})
+@example({**PLAIN, "mask": "packed", "bias": (False, True), "trains_bias": True})
+@example({**PLAIN, "mask": "packed", "bias": (False, True)})
+@example({**PLAIN, "mask": "causal", "bias": (False, True)})
+# Parts of several lengths; heads with biases, masks and sinks of their own.
+@example({**PLAIN, "num_ranks": 6, "length": 13, "mask": "causal", "zigzag": True})
+@example({**PLAIN, "num_ranks": 6, "length": 13, "key_length": 7, "mask": "added"})
+@example({**PLAIN, "heads": (4, 2), "bias": (True, True), "trains_bias": True, "sinks": True})
+@example({**PLAIN, "heads": (3, 3), "num_ranks": 4, "mask": "heads", "zigzag": True})
+# Heads of which ranks share keys, or have one each; torch's own kernel, and masks by rules.
+@example({**PLAIN, "heads": (2, 1), "bias": (True, True), "trains_bias": True, "sinks": True, "exchanges_heads": True})
+@example({**PLAIN, "heads": (3, 3), "num_ranks": 4, "mask": "heads", "exchanges_heads": True})
+@example({**PLAIN, "value_size": SIZE, "mask": "causal", "exchanges_heads": True})
+@example({**PLAIN, "key_length": 5, "bias": (False, False), "trains_bias": True, "exchanges_heads": True})
+@example({**PLAIN, "mask": "rules", "exchanges_heads": True})
+@example({**PLAIN, "mask": "rules", "zigzag": True})
+def test_parts_put_together_are_attention_over_the_whole(case):
+    assert_parts_put_together_are_the_whole(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"mask": "rules", "num_ranks": 1},
+        {"mask": "rules", "zigzag": True, "sinks": True},
+        {"mask": "rules", "num_ranks": 3, "heads": (4, 2)},
+        {"mask": "heads", "num_ranks": 1, "sinks": True},
+        {"mask": "heads", "heads": (3, 3), "zigzag": True},
+        {"mask": "bool"},
+    ],
+    ids=str,
+)
+def test_rules_by_flex_attention_give_what_whole_masks_give(case):
+    with flex_on_cpus() as calls:
+        assert_parts_put_together_are_the_whole({**PLAIN, "value_size": SIZE, **case})
+    # One rank's backward is the kernel's; of several, each visit is attended again.
+    size = case.get("num_ranks", 2)
+    assert len(calls) == (1 if size == 1 else 2 * size**2)
+
+
+def test_other_documents_compile_nothing_again():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    place, case = RankGroup(None, 0, 1), {**PLAIN, "value_size": SIZE, "mask": "rules"}
+    counts = []
+    with flex_on_cpus(lambda function: torch.compile(function, backend=counter)):
+        for seed in range(3):
+            *whole, _, _, _, dense, rules = make(case, seed)
+            call = AttentionCall(Visibility(rules, is_causal=False), SequenceLayout(case["length"], 1), place)
+            found = ring_attention(*(each.requires_grad_() for each in whole), call)
+            found.sum().backward()
+            torch.testing.assert_close(found, attention_as_defined(*whole, mask=dense))
+            counts.append(counter.frame_count)
+    assert counts == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "size", "expected"),
+    [
+        (torch.bfloat16, "cuda", 64, True),
+        (torch.float16, "xpu", 256, True),
+        (torch.float32, "cuda", 64, False),
+        (torch.bfloat16, "cuda", 8, False),
+        (torch.bfloat16, "cpu", 64, False),
+    ],
+)
+def test_rules_go_to_devices_that_have_a_kernel(monkeypatch, dtype, device, size, expected):
+    monkeypatch.setattr(flex_kernel.importlib.util, "find_spec", lambda _: object())
+    query = unittest.mock.Mock(dtype=dtype, device=torch.device(device), shape=(1, 4, 8, size))
+    assert flex_kernel.takes_rules(query, query) == expected
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])

@@ -112,7 +112,10 @@ def test_a_custom_criterion_gets_whole_logits(options):
     assert_equals_one_process(case, Setting(HybridParallelPlugin, options))
 
 
-@matrix(["all_to_all"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
+@matrix(
+    ["tp", "all_to_all"],
+    options=named([{"tp_size": 2}, ULYSSES, RING, SPLIT], ["tp", "all_to_all", "ring_attn", "split_gather"]),
+)
 @on_ranks(2)
 def test_layers_that_are_computed_again_give_the_same_gradients(options):
     """Two batches of different lengths are underway when layers are computed again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,6 +24,33 @@ from booster_testing.compare import tolerance_for
 HIDDEN, HEADS = 16, 4
 
 
+def causal(batch, length):
+    return torch.ones(length, length).tril().bool().expand(batch, 1, -1, -1)
+
+
+def of_heads(length):
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.0])[:, None, None].double()
+    return -slopes * (torch.arange(length)[:, None] - torch.arange(length)).abs()
+
+
+def padding(batch, length):
+    mask = torch.ones(batch, 1, 1, length).bool()
+    mask[0, ..., -3:] = False
+    return mask
+
+
+FORMS = {
+    "(T, T)": lambda batch, length: causal(batch, length)[0, 0],
+    "(T, T) added": lambda batch, length: of_heads(length)[0],
+    "(H, T, T)": lambda batch, length: of_heads(length),
+    "(1, T, T)": lambda batch, length: causal(batch, length)[0],
+    "(1, 1, T, T)": lambda batch, length: causal(batch, length)[:1],
+    "(B, 1, 1, T)": padding,
+    "(B, 1, T, T)": lambda batch, length: causal(batch, length) & padding(batch, length),
+    "(B, H, T, T)": lambda batch, length: of_heads(length).expand(batch, -1, -1, -1),
+}
+
+
 def rotated(states, angles):
     first, second = states.chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()
@@ -39,7 +67,7 @@ class Layer(nn.Module):
         self.out, self.mlp = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.dropout = nn.Dropout(0.0)
 
-    def attend(self, hidden, angles, scale):
+    def attend(self, hidden, angles, scale, mask):
         batch, length, _ = hidden.shape
         parts = self.qkv(self.norm(hidden)).view(batch, length, 2 * HEADS, -1).transpose(1, 2)
         query, key, value = parts.split([HEADS, HEADS // 2, HEADS // 2], 1)
@@ -51,14 +79,15 @@ class Layer(nn.Module):
             scores = (query @ key.repeat_interleave(2, 1).transpose(-1, -2)).softmax(-1)
             found = scores @ value.repeat_interleave(2, 1)
         else:
-            found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            masked = {"is_causal": True} if mask is None else {"attn_mask": mask}
+            found = nn.functional.scaled_dot_product_attention(query, key, value, **masked, enable_gqa=True)
         return found.transpose(1, 2).flatten(2) * scale
 
-    def forward(self, hidden, angles, scale):
+    def forward(self, hidden, angles, scale, mask=None):
         if self.kind == "checkpoints a function":
-            found = checkpoint(self.attend, hidden, angles, scale, use_reentrant=False)
+            found = checkpoint(self.attend, hidden, angles, scale, mask, use_reentrant=False)
         else:
-            found = self.attend(hidden, angles, scale)
+            found = self.attend(hidden, angles, scale, mask)
         hidden = hidden + self.dropout(self.out(found))
         if self.kind == "sums positions":
             hidden = hidden.cumsum(1)
@@ -68,8 +97,9 @@ class Layer(nn.Module):
 class Model(nn.Module):
     left_out = None
 
-    def __init__(self, kind):
+    def __init__(self, kind, form=None):
         super().__init__()
+        self.form = form
         self.embedding, self.positions = nn.Embedding(32, HIDDEN), nn.Embedding(64, HIDDEN)
         self.blocks = nn.ModuleList(Layer(kind) for _ in range(2))
         self.head = nn.Linear(HIDDEN, 32)
@@ -80,17 +110,18 @@ class Model(nn.Module):
         hidden = self.embedding(tokens) + self.positions(positions)
         angles = positions[:, None] / torch.tensor([1.0, 7.0])[: HIDDEN // 2 // HEADS][None]
         scale = torch.linspace(0.5, 1.5, HIDDEN).expand(len(tokens), 1, HIDDEN)
+        masks = [] if self.form is None else [FORMS[self.form](*tokens.shape)]
         states = [hidden]
         for index, block in enumerate(self.blocks):
-            states.append(states[-1] if index == self.left_out else block(states[-1], angles, scale))
+            states.append(states[-1] if index == self.left_out else block(states[-1], angles, scale, *masks))
         return states
 
     def forward(self, tokens):
         return self.head(self.states(tokens)[-1])
 
 
-def make(kind, model_class=Model):
-    return model_class(kind).double()
+def make(kind, model_class=Model, form=None):
+    return model_class(kind, form).double()
 
 
 EXAMPLE = {"example_batch": torch.arange(60).view(3, 20) % 32}
@@ -120,7 +151,8 @@ def loss_of(logits, batch):
 
 
 def case_of(kind, **more):
-    return Case(build=partial(make, kind), batch=tokens, loss=loss_of, tolerance=tolerance_for(torch.float64), **more)
+    functions = {"build": partial(make, kind), "batch": tokens, "loss": loss_of}
+    return Case(**{**functions, "tolerance": tolerance_for(torch.float64), **more})
 
 
 def checkpoint_layers(step, model, _optimizer):
@@ -131,9 +163,21 @@ def checkpoint_layers(step, model, _optimizer):
 @matrix(["ring_attn"], mode=["all_to_all", "ring_attn"])
 def test_layers_that_call_torch_attention_train_as_on_one_process(mode):
     setting = setting_of(mode)
-    for kind in ("takes none", "takes angles"):  # test_sequence_masks.py has masks
+    for kind in ("takes none", "takes angles"):
         assert_equals_one_process(case_of(kind, steps=len(SIZES)), setting)
     assert_equals_one_process(case_of("takes angles", steps=len(SIZES), before_step=checkpoint_layers), setting)
+
+
+def tokens_of_size(size, number, _replica):
+    return torch.randint(32, size, generator=torch.Generator().manual_seed(1 + number))
+
+
+# sequences may be as long as hidden states are wide
+@matrix(1, form=list(FORMS), length=[10, HIDDEN], mode=["ring_attn", "all_to_all"])
+def test_masks_mean_what_they_mean_on_one_process(form, length, mode):
+    functions = {"build": partial(make, "takes none", form=form), "batch": partial(tokens_of_size, (3, length))}
+    case = case_of("takes none", **functions)
+    assert_equals_one_process(replace(case, steps=1, outputs=True), setting_of(mode))
 
 
 @pytest.mark.parametrize("kind", ["makes positions", "sums positions", "checkpoints a function", "multiplies"])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import logging
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -25,19 +26,20 @@ from log_records import Records
 from matrix import matrix, named
 from model_zoo import get_model
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
 from booster_runtime import FirstFitDocuments, cu_seq_lens, enable_activation_checkpointing, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
+from booster_testing.training import whole_model
 
 ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
 SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
+CLOSE = tolerance_for(torch.float32)
 MODES = pytest.mark.parametrize("options", [ULYSSES, RING, SPLIT], ids=["all_to_all", "ring_attn", "split_gather"])
-TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -74,7 +76,6 @@ def build(variant):
     import transformers
 
     family, settings = VARIANTS[variant]
-    torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**settings)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config)
@@ -84,11 +85,9 @@ def build(variant):
     return model
 
 
-def boost(model, options):
+def setting_of(options, num_ranks=2):
     policy = ShardingPolicy(layers=("model.layers",)) if "sp_size" in options else None
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**options, custom_policy=policy))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return booster, model, optimizer
+    return Setting(HybridParallelPlugin, {**options, "custom_policy": policy}, num_ranks)
 
 
 def batch_of(length, padding):
@@ -106,25 +105,11 @@ def batch_of(length, padding):
     return batch
 
 
-def assert_same(booster, model, optimizer, expected, batches):
-    loss, found = (sum(each(**batch).loss for batch in batches) for each in (expected, model))
-    loss.backward()
-    booster.backward(found, optimizer)
-    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
-    for key, parameter in expected.named_parameters():
-        if parameter.grad is not None:
-            scale = max(1.0, float(parameter.grad.abs().max()))
-            gradient = full_gradient(booster, model, key)
-            torch.testing.assert_close(gradient / scale, parameter.grad / scale, **TOLERANCE, msg=key)
-    expected.zero_grad()
-    optimizer.zero_grad()
+LENGTHS = ((8, None), (9, "right"), (7, "left"), (2, None))
 
 
-def compare(variant, options):
-    expected = build(variant)
-    booster, model, optimizer = boost(copy.deepcopy(expected), options)
-    for length, padding in ((8, None), (7, "left"), (9, "right"), (2, None)):
-        assert_same(booster, model, optimizer, expected, [batch_of(length, padding)])
+def of_lengths(number, _replica):
+    return batch_of(*LENGTHS[number])
 
 
 @matrix(
@@ -133,38 +118,42 @@ def compare(variant, options):
     options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]),
 )
 def test_attention_variants_work_on_split_sequences(variant, options):
-    run_on_ranks(compare, 2, variant, options, timeout_seconds=120)
+    case = Case(build=partial(build, variant), batch=of_lengths, steps=len(LENGTHS))
+    assert_equals_one_process(case, setting_of(options))
 
 
-def packed(options, attending=contextlib.nullcontext):
-    """Documents after each other in one row see only themselves."""
-    expected = build("window")
-    booster, model, optimizer = boost(copy.deepcopy(expected), options)
-    with attending() as calls:
-        assert_documents_are_apart(booster, model, optimizer, expected)
-    return calls
-
-
-def assert_documents_are_apart(booster, model, optimizer, expected):
-    batch = batch_of(12, None)
-    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(4, -1)
+def packed(number, _replica):
+    """Return documents after each other in one row, which see only themselves."""
+    batch = batch_of(12 + number, None)
     batch["labels"][:, 5] = -100  # the first of a document is nobody's next
-    whole = {**batch, "position_ids": positions}
-    assert_same(booster, model, optimizer, expected, [whole])
-    apart = [{key: value[:, part] for key, value in whole.items()} for part in (slice(0, 5), slice(5, 12))]
-    logits = torch.cat([expected(**each).logits for each in apart], 1)
-    torch.testing.assert_close(model(**whole).logits, logits)
+    return {**batch, "position_ids": torch.cat([torch.arange(5), torch.arange(7 + number)]).expand(4, -1)}
+
+
+PACKED = Case(build=partial(build, "window"), batch=packed, steps=2, outputs=True)
 
 
 @MODES
 def test_packed_documents_train_as_separate_ones(options):
-    run_on_ranks(packed, 2, options)
+    assert_equals_one_process(PACKED, setting_of(options))
+
+
+def train_by_flex_attention(options):
+    calls = []
+    with contextlib.ExitStack() as stack:
+
+        def attend_by_flex(step, _model, _optimizer):
+            if step == 0:  # the check at `boost` attends otherwise
+                calls.append(stack.enter_context(flex_on_cpus()))
+
+        trained = train_boosted(replace(PACKED, outputs=False, before_step=attend_by_flex), setting_of(options))
+    return trained, calls[0]
 
 
 @pytest.mark.parametrize(("options", "size"), [(ULYSSES, 12), (RING, 6)], ids=["all_to_all", "ring_attn"])
 def test_packed_documents_train_by_flex_attention(options, size):
-    for calls in run_on_ranks(packed, 2, options, flex_on_cpus, timeout_seconds=120):
-        assert set(calls) == {(size, size)}
+    for result, calls in run_on_ranks(train_by_flex_attention, 2, options, timeout_seconds=120):
+        assert_same_training(result.trained, train_plainly(PACKED, 1), PACKED)
+        assert calls[0] == (size, size)
 
 
 def fitted_rows(number, replica):
@@ -217,27 +206,29 @@ def test_rows_by_first_fit_train_as_documents_alone(options):
         assert_same_training(result.trained, train_plainly(apart, result.num_replicas), packed)
 
 
-def mixture(options, asked):
+def mixtral(asked):
     import_quietly(("transformers",))
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    torch.manual_seed(0)
-    expected = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=asked == "config"))
-    booster, model, optimizer = boost(copy.deepcopy(expected), options)
-    batch = batch_of(8, "right")
-    if asked == "call":
-        batch["output_router_logits"] = True
-    assert_same(booster, model, optimizer, expected, [batch])
+    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=asked == "config"))
+
+
+def routed(asked, _number, _replica):
+    return {**batch_of(8, "right"), **({"output_router_logits": True} if asked == "call" else {})}
+
+
+def mixture(asked):
+    return Case(build=partial(mixtral, asked), batch=partial(routed, asked), steps=1)
 
 
 @matrix(1, options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]), asked=["config", "call"])
 def test_balancing_experts_over_parts_of_a_batch_is_refused(options, asked):
     message = "`output_router_logits=True` balances experts over the positions of a whole batch"
-    expect_on_ranks(ConfigError, message, mixture, 2, options, asked)
+    expect_on_ranks(ConfigError, message, train_boosted, 2, mixture(asked), setting_of(options))
 
 
 def test_split_gather_balances_experts_over_the_whole_batch():
-    run_on_ranks(mixture, 2, SPLIT, "config")
+    assert_equals_one_process(mixture("config"), setting_of(SPLIT))
 
 
 class Mixing(torch.nn.Module):
@@ -252,31 +243,45 @@ class Mixing(torch.nn.Module):
         return self.block(hidden) + torch.nn.functional.conv1d(shifted, self.taps, groups=32).mT
 
 
-def compare_mixing(options, kind):
-    expected = build("window")
-    if kind == "own layer":
-        expected.model.layers[1] = MixingLayer(expected.model.layers[1], 1.0)
-        boost(expected, options)
-    if kind == "own layer, a little, and a part":
-        expected.model.layers[0].mlp = Mixing(expected.model.layers[0].mlp)
-        expected.model.layers[1] = MixingLayer(expected.model.layers[1], 1e-4)
-        boost(expected, options)
-    expected.model.layers[1].mlp = Mixing(expected.model.layers[1].mlp)
+def mixing(kind):
+    model = build("window")
+    layers = model.model.layers
+    if kind != "own layer":
+        layers[1].mlp = Mixing(layers[1].mlp)
+    if kind.startswith("own layer"):
+        layers[0] = MixingLayer(layers[0], 1.0 if kind == "own layer" else 1e-4)
+    return model
+
+
+def recompute(step, model, _optimizer):
+    if step == 0:
+        enable_activation_checkpointing(model)
+
+
+def mixing_case(kind):
+    hook = recompute if kind == "checkpointed" else None
+    return Case(build=partial(mixing, kind), batch=of_lengths, steps=2, before_step=hook)
+
+
+def train_two_lengths_at_once(booster, model, optimizer):
+    """Compare a backward of two batches, which are recomputed in the other order; return what a `boost` says."""
+    whole = mixing("plain")
+    whole.load_state_dict(whole_model(booster, model))
+    sum(whole(**of_lengths(number, 0)).loss for number in range(2)).backward()
+    booster.backward(sum(model(**of_lengths(number, 0)).loss for number in range(2)), optimizer)
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    assert_same_tensors({name: full_gradient(booster, model, name) for name in expected}, expected, CLOSE)
     records = Records()
     logging.getLogger("booster").addHandler(records)
-    booster, model, optimizer = boost(copy.deepcopy(expected), options)
+    booster.boost(mixing("plain"))
     logging.getLogger("booster").removeHandler(records)
-    said = [text for text in records.texts if "Mixing mix positions of a sequence outside of attention" in text]
-    assert len(said) == (torch.distributed.get_rank() == 0)
-    if kind == "checkpointed":
-        enable_activation_checkpointing(model)
-    for length in (8, 7, 9):  # recomputed in the other order
-        assert_same(booster, model, optimizer, expected, [batch_of(length, None), batch_of(length + 1, "right")])
+    return [text for text in records.texts if "Mixing mix positions of a sequence outside of attention" in text]
 
 
 @matrix(1, options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]), kind=["plain", "checkpointed"])
 def test_parts_of_layers_that_convolve_positions_run_on_whole_sequences(options, kind):
-    run_on_ranks(compare_mixing, 2, options, kind)
+    told = assert_equals_one_process(mixing_case(kind), setting_of(options), tell=train_two_lengths_at_once)
+    assert [len(each) for each in told] == [1, 0]
 
 
 class MixingLayer(torch.nn.Module):
@@ -292,7 +297,8 @@ class MixingLayer(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", ["own layer", "own layer, a little, and a part"])
 def test_layers_whose_own_code_sees_other_positions_are_refused(kind):
-    expect_on_ranks(ConfigError, "changes what MistralForCausalLM computes", compare_mixing, 2, RING, kind)
+    message = "changes what MistralForCausalLM computes"
+    expect_on_ranks(ConfigError, message, train_boosted, 2, mixing_case(kind), setting_of(RING))
 
 
 def with_flex_attention():

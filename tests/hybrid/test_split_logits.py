@@ -22,7 +22,6 @@ from booster_hybrid.mesh import RankGroup
 from booster_hybrid.split_logits import split_logits
 from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.memory import peak_memory
 
 SIZES = {1: [7], 2: [4, 3], 3: [3, 2, 2]}
 
@@ -288,34 +287,3 @@ def test_wrong_labels_of_one_part_of_a_sequence_raise_on_every_rank(what):
 def test_tokens_outside_of_the_vocabulary_raise_on_every_rank():
     options = {"tp_size": 2}
     expect_on_ranks(IndexError, "Token 64 is out of bounds: there are 64", sequence_with, 2, options, [1, 64], [1, 2])
-
-
-VOCABULARY = 32768
-
-
-def peak_of_a_step(parallel_output):
-    """Return the memory that a forward and backward takes at its peak, in units of the whole logits."""
-    get_model("transformers/llama")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    original = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, use_cache=False, **sizes))
-    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, parallel_output=parallel_output))
-    model, optimizer, *_ = booster.boost(original, torch.optim.SGD(original.parameters(), lr=0.1))
-    tokens = torch.randint(VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(0))
-
-    def step():
-        booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
-
-    step()
-    with peak_memory() as memory:
-        step()
-    return memory.peak_bytes / (tokens.numel() * VOCABULARY * 4)
-
-
-def test_the_whole_logits_never_exist():
-    split, whole = (max(run_on_ranks(peak_of_a_step, 2, kind)) for kind in (True, False))
-    # Here: a half of the logits, their exponentials (which become the softmax), and the gradient.
-    assert split < 2.1
-    assert whole > split + 1

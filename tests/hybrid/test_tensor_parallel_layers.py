@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import time
 import weakref
 from functools import partial
 
@@ -134,43 +133,6 @@ class Calls:
 
 
 # ---- what they compute
-
-
-@pytest.mark.parametrize("kind", ["bias", "plain", "conv"])
-@on_ranks(2)
-def test_gradients_accumulate(kind):
-    whole, model, splits = make(kind)
-    for seed in (1, 2, 3):
-        for each in (whole, model):
-            each(batch(seed=seed)).square().sum().backward()
-    same_gradients(model, splits, whole)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["bias", "conv"])
-@on_ranks(2)
-def test_autocast_holds_in_split_layers(kind, dtype):
-    whole, model, splits = make(kind, dtype=torch.float32)
-    source, other = (batch(torch.float32).requires_grad_() for _ in range(2))
-    with torch.autocast("cpu", dtype=dtype):
-        expected, found = whole(source), model(other)
-    assert found.dtype == expected.dtype
-    assert model.blocks[0].attention.q(other).dtype == torch.float32  # outside of autocast
-    with torch.autocast("cpu", dtype=dtype):
-        assert model.blocks[0].attention.q(other).dtype == dtype
-        assert model.blocks[0].attention.out(other[..., : WIDTH // 2]).dtype == dtype
-    expected.square().sum().backward()
-    found.square().sum().backward()
-    # Two roundings where one process has one: a few units in the last place of the largest gradient.
-    steps = 3 * torch.finfo(dtype).eps
-    largest = max(float(parameter.grad.abs().max()) for parameter in whole.parameters())
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.dtype == torch.float32
-        gradient = whole.get_parameter(name).grad
-        part = splits[name].take(gradient) if name in splits else gradient
-        assert float((parameter.grad - part).abs().max()) <= steps * largest, name
-    assert other.grad.dtype == torch.float32
-    assert float((other.grad - source.grad).abs().max()) <= steps * float(source.grad.abs().max())
 
 
 @pytest.mark.parametrize("kind", ["bias", "plain", "conv"])
@@ -328,40 +290,29 @@ def test_unused_column_results_are_freed_in_backward():
 
 # ---- when they send
 
-DELAY, PER_WEIGHT = 0.3, 0.08
-
 
 @on_ranks(2)
 def test_weight_gradients_are_computed_while_the_sum_travels():
-    """Three weights' gradients of 0.08 s each leave less than 0.07 s of the sum's 0.3 s to wait for."""
     _, model, _ = make(depth=1)
-    source = batch().requires_grad_()
-    output = model(source)
-    waited = []
+    output = model(batch().requires_grad_())
+    events = []
 
-    class Slow:
-        """A sum that takes its time, whoever waits for it."""
+    class Noted:
+        """A sum that tells when it is waited for."""
 
         def __init__(self, start):
-            self.pending, self.until = start(), time.monotonic() + DELAY
+            events.append("sum")
+            self.pending = start()
 
         def wait(self):
-            left = self.until - time.monotonic()
-            waited.append(left)
-            time.sleep(max(left, 0.0))
+            events.append("wait")
             self.pending.wait()
 
     original = linear._weight_gradient
-
-    def slow_gradient(*args, **options):
-        time.sleep(PER_WEIGHT)
-        return original(*args, **options)
-
-    linear._weight_gradient = slow_gradient
+    linear._weight_gradient = lambda *args, **options: events.append("weight") or original(*args, **options)
     try:
-        with Calls(Slow):
+        with Calls(Noted):
             output.sum().backward()
     finally:
         linear._weight_gradient = original
-    assert len(waited) == 1
-    assert waited[0] <= DELAY - 3 * PER_WEIGHT
+    assert events == ["weight", "sum", "weight", "weight", "weight", "wait"]

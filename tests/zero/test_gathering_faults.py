@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -163,27 +162,12 @@ def test_a_frozen_parameter_may_have_other_memory_with_its_values():
 # ---- what hooks can't serve
 
 
-@raises_on_ranks(ConfigError, "Module '2' is scripted, so its parameters can't be gathered", 2)
-def test_a_scripted_module_is_refused_by_name():
-    model = layers()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # scripting is deprecated
-        model[2] = torch.jit.script(model[2])
-    boost(model)
-
-
 @on_ranks(2)
 def test_a_copy_of_whole_parameters_is_a_plain_model():
     _, model, _ = boost(layers())
     with model.whole_parameters():
         copied = copy.deepcopy(model.unwrap())
     assert torch.equal(copied(torch.ones(1, WIDTH)), layers()(torch.ones(1, WIDTH)))
-
-
-@raises_on_ranks(ConfigError, "'0.weight' is kept in shards .* `detach` finds no values", 2)
-def test_the_users_own_model_has_no_state_to_give():
-    _, model, _ = boost(layers())
-    model.unwrap().state_dict()
 
 
 # ---- ranks that differ

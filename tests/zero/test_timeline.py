@@ -1,4 +1,4 @@
-"""The order in which chunks are used: recorded in a phase, and expected in the next of its kind."""
+"""The order in which chunks are used, where it is another one than before."""
 
 from __future__ import annotations
 
@@ -10,25 +10,6 @@ def recorded(timeline, kind, uses):
     for chunk in uses:
         timeline.note(chunk)
     timeline.end()
-
-
-def test_what_came_after_a_use_is_expected_after_it_again():
-    timeline = Timeline()
-    recorded(timeline, "forward", [0, 1, 1, 2, 1])
-    timeline.begin("forward")
-    assert timeline.upcoming(2) == [0, 1]
-    timeline.note(0)
-    assert timeline.upcoming(3) == [1, 2]  # each once
-
-
-def test_kinds_are_told_apart():
-    timeline = Timeline()
-    recorded(timeline, "forward", [0, 1])
-    recorded(timeline, "backward", [1, 0])
-    timeline.begin("backward")
-    assert timeline.upcoming(1) == [1]
-    timeline.begin("evaluation")
-    assert timeline.upcoming(1) == []
 
 
 def test_another_branch_is_expected_the_next_time():

@@ -52,18 +52,6 @@ def test_memory_of_a_reduction_that_has_ended_is_lent_again():
     assert all(storage.expired() for storage in kept)
 
 
-def test_memory_is_lent_to_buckets_of_its_type():
-    buckets = [FakeBucket("a", []), FakeBucket("b", [], wire=torch.bfloat16, numel=9)]
-    underway = InflightReductions(buckets)
-    for bucket in buckets:
-        underway.start(bucket, {})
-        underway.wait_until(0)
-    assert [(bucket.lent[0].dtype, bucket.lent[0].numel()) for bucket in buckets] == [
-        (torch.float32, 4),
-        (torch.bfloat16, 9),
-    ]
-
-
 @pytest.mark.parametrize("averages", [True, False])
 def test_the_oldest_are_waited_for_first_and_then_averaged(averages):
     log = []

@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from booster_zero.engine import BufferPool, WholeState
-from booster_zero.engine.states import (
-    ROUND_TRANSITIONS,
-    TRANSITIONS,
-    RoundState,
-    check_transition,
-)
-
-TABLE = {**TRANSITIONS, **ROUND_TRANSITIONS}
-STEPS = [(before, after) for states in (WholeState, RoundState) for before in states for after in states]
-
-
-@pytest.mark.parametrize(("before", "after"), STEPS)
-def test_states_change_only_as_their_tables_say(before, after):
-    if after in TABLE[before]:
-        check_transition(before, after)
-    else:
-        with pytest.raises(RuntimeError, match=f"that is {before.value} can't become {after.value}"):
-            check_transition(before, after)
+from booster_zero.engine import BufferPool
 
 
 def test_memory_is_used_again_when_nobody_reads_it():

@@ -3,7 +3,6 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.precision import PrecisionPolicy
-from booster_runtime.sharding.ranks import sharding_groups
 from booster_zero import LowLevelZeroPlugin, ZeroConfig
 
 
@@ -67,9 +66,3 @@ def test_the_communication_format_is_part_of_the_precision():
     assert plugin.resolve_precision(PrecisionPolicy.parse("fp32")).reduce_dtype == torch.bfloat16
     with pytest.raises(ConfigError, match="two answers to one question"):
         plugin.resolve_precision(PrecisionPolicy(reduce_dtype=torch.float16))
-
-
-def test_replicas_are_consecutive_ranks():
-    assert sharding_groups(4, 2) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
-    with pytest.raises(ConfigError, match=r"`replica_size=3` does not divide the world size 4\. Use one of 1, 2, 4"):
-        sharding_groups(4, 3)

@@ -46,53 +46,8 @@ def train(booster, model, optimizer, width, no_sync=False):
         optimizer.zero_grad()
 
 
-def bytes_moved(micro_batches, stage):
-    """Return the bytes that this rank sends in each kind of collective, in one step."""
-    booster, model, optimizer = boost(make(64), stage=stage, bucket_bytes=20000)
-    train(booster, model, optimizer, 64)
-    rank, sent = dist.get_rank(), {"reduce_scatter": 0, "all_gather": 0, "all_reduce": 0, "broadcast": 0}
-    originals = {name: getattr(collectives, name) for name in sent}
-
-    def counting(name):
-        def call(tensor, *args, **kwargs):
-            if name == "all_gather":
-                low, high = args[0][rank : rank + 2]
-                sent[name] += (high - low) * (dist.get_world_size() - 1) * tensor.element_size()
-            elif name == "reduce_scatter":
-                low, high = args[0][rank : rank + 2]
-                for offset, part in tensor:
-                    own = max(0, min(offset + part.numel(), high) - max(offset, low))
-                    sent[name] += (part.numel() - own) * part.element_size()
-            else:
-                sent[name] += tensor.numel() * tensor.element_size()
-            return originals[name](tensor, *args, **kwargs)
-
-        return call
-
-    for name in originals:
-        setattr(collectives, name, counting(name))
-    try:
-        for micro in range(micro_batches):
-            train(booster, model, optimizer, 64, no_sync=micro < micro_batches - 1)
-    finally:
-        for name, original in originals.items():
-            setattr(collectives, name, original)
-    return sent
-
-
-@matrix(["1-2"], stage=[1, 2], world_size=[2, 4])
-def test_a_step_moves_as_many_bytes_as_an_all_reduce(world_size, stage):
-    model_bytes = 3 * 64 * 64 * 4
-    one_way = model_bytes * (world_size - 1) // world_size
-    for sent in run_on_ranks(bytes_moved, world_size, 1, stage):
-        assert (sent["reduce_scatter"], sent["all_gather"]) == (one_way, one_way)
-        assert sent["all_reduce"] == FLAG_BYTES
-        assert sent["broadcast"] == 0
-
-
-@matrix(["1-2"], stage=[1, 2], world_size=[2, 4])
-@on_ranks("world_size")
-def test_between_hosts_a_step_sends_as_many_bytes_as_an_all_reduce(world_size, stage):
+def handed_over(micro_batches, stage):
+    """Return the bytes that this rank hands to functions of torch by which ranks talk, by name and tag, in one step."""
     handed = defaultdict(lambda: defaultdict(int))
 
     def counting(name, function):
@@ -112,33 +67,23 @@ def test_between_hosts_a_step_sends_as_many_bytes_as_an_all_reduce(world_size, s
             # Not `isinstance`: torch's deprecated objects warn when asked for their class.
             if COMMUNICATING.search(name) and type(function) is FunctionType:
                 patch.setattr(dist, name, counting(name, function))
-        train(booster, model, optimizer, 64)
+        for micro in range(micro_batches):
+            train(booster, model, optimizer, 64, no_sync=micro < micro_batches - 1)
+    return {name: list(by_tag.values()) for name, by_tag in handed.items()}
+
+
+@matrix(["1-2"], stage=[1, 2], world_size=[2, 4])
+def test_a_step_sends_as_many_bytes_as_an_all_reduce(world_size, stage):
     one_way = 3 * 64 * 64 * 4 * (world_size - 1) // world_size
-    handed = {name: list(by_tag.values()) for name, by_tag in handed.items()}
     # Three tags: slices of gradients, flags (to every other rank), new parameters.
     moved = [one_way, FLAG_BYTES * (world_size - 1), one_way]
-    assert handed == {"isend": moved, "irecv": moved}
+    assert run_on_ranks(handed_over, world_size, 1, stage) == [{"isend": moved, "irecv": moved}] * world_size
 
 
 @pytest.mark.parametrize(("stage", "reductions"), [(1, 1), (2, 3)])
 def test_stage_1_moves_gradients_once_however_many_micro_batches(stage, reductions):
-    for sent in run_on_ranks(bytes_moved, 2, 3, stage):
-        assert sent["reduce_scatter"] == reductions * 3 * 64 * 64 * 4 // 2
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
-def test_each_rank_keeps_its_share_of_the_optimizer_state(world_size):
-    booster, model, optimizer = boost(make(256), bucket_bytes=300_000)
-    train(booster, model, optimizer, 256)
-    total = 2 * 3 * 256 * 256 * 4
-    held = sum(
-        value.numel() * value.element_size()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
-    assert held == pytest.approx(total / world_size, rel=0.01)
+    for sent in run_on_ranks(handed_over, 2, 3, stage):
+        assert sent["isend"][0] == reductions * 3 * 64 * 64 * 4 // 2
 
 
 def gradient_bytes(stage, bucket_bytes):

@@ -10,8 +10,7 @@ from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_is
 from matrix import matrix
 from torch import nn
 
-from booster_core.errors import ConfigError
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 OPTIMIZERS = {
@@ -74,17 +73,3 @@ def test_parameters_equal_one_process(name, world_size, options):
     owned = [result.told for result in results]
     assert sum(owned) == sum(parameter.numel() for parameter in expected.parameters.values())
     assert max(owned) <= {2: 80, 3: 72}[world_size], "as even as whole parameters can be dealt out"
-
-
-def test_a_norm_over_all_parameters_is_refused_with_the_way_out():
-    if missing_libraries(["timm"]):
-        pytest.skip(f"timm not installed, neither as usual nor in {FOLDER}")
-    expect_on_ranks(
-        ConfigError,
-        r"Lamb lets one parameter influence the update of another, .* Let the plugin clip",
-        train_boosted,
-        2,
-        case_of("lamb", max_grad_norm=1e-3),
-        setting_of(2),
-        timeout_seconds=120,
-    )

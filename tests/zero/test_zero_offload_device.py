@@ -53,14 +53,6 @@ def trained(options, precision, name):
     return {key: value.cpu().clone() for key, value in run[1].state_dict().items()}
 
 
-@matrix(["bf16"], precision=["fp32", "bf16", "fp16"])
-def test_offload_from_a_device_changes_no_bit(precision, simulated_device):
-    options = {"offload": "cpu", "stage": 2}
-    plain = run_on_devices(trained, 2, simulated_device, {"stage": 2}, precision, "fused")[0]
-    for parameters in run_on_devices(trained, 2, simulated_device, options, precision, "fused"):
-        assert all(torch.equal(plain[key], value) for key, value in parameters.items())
-
-
 def clamped(options):
     booster, model, optimizer = boost("simulated", options, "bf16")
     for number in range(4):
@@ -71,16 +63,34 @@ def clamped(options):
     return {key: value.cpu().clone() for key, value in model.state_dict().items()}
 
 
-def test_values_that_a_script_has_written_reach_the_host(simulated_device):
-    plain = run_on_devices(clamped, 2, simulated_device, {})[0]
-    for parameters in run_on_devices(clamped, 2, simulated_device, {"offload": "cpu"}):
-        assert all(torch.equal(plain[key], value) for key, value in parameters.items())
+def gathered(options):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    booster = Booster("simulated", None, GatheringPlugin(chunk_bytes=2 * WIDTH * WIDTH * 4, **options))
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    for number in range(3):
+        step(booster, model, optimizer, number, micro_batches=2)
+    return {key: value.cpu().clone() for key, value in model.state_dict().items()}
 
 
-def test_replicas_average_what_is_on_their_hosts(simulated_device):
-    options = {"stage": 2, "replica_size": 2}
-    plain = run_on_devices(trained, 4, simulated_device, options, "bf16", "fused")[0]
-    for parameters in run_on_devices(trained, 4, simulated_device, {**options, "offload": "cpu"}, "bf16", "fused"):
+OFFLOADED = {
+    "bf16": (trained, 2, {"stage": 2}, "bf16", "fused"),
+    "fp32": (trained, 2, {"stage": 2}, "fp32", "fused"),
+    "fp16": (trained, 2, {"stage": 2}, "fp16", "fused"),
+    "replicas": (trained, 4, {"stage": 2, "replica_size": 2}, "bf16", "fused"),
+    "whole parameters, adafactor": (trained, 2, {}, "bf16", "adafactor"),
+    "whole parameters, muon": (trained, 2, {}, "bf16", "muon"),
+    "values that a script has written": (clamped, 2, {}),
+    "gathered for each use": (gathered, 2, {}),
+}
+
+
+@matrix([name for name in OFFLOADED if name not in ("fp32", "fp16")], name=OFFLOADED)
+def test_offload_from_a_device_changes_no_bit(name, simulated_device):
+    function, size, options, *given = OFFLOADED[name]
+    offloaded = {**options, "offload": True if function is gathered else "cpu"}
+    plain = run_on_devices(function, size, simulated_device, options, *given)[0]
+    for parameters in run_on_devices(function, size, simulated_device, offloaded, *given):
         assert all(torch.equal(plain[key], value) for key, value in parameters.items())
 
 
@@ -123,29 +133,6 @@ def test_what_is_sent_stays_until_it_is_summed_also_by_a_rank_that_owns_nothing_
     seen = [each for of_rank in run_on_devices(awaited_sums, 2, simulated_device) for each in of_rank]
     assert {bool(numel) for numel, _ in seen} == {True, False}
     assert all(waits == ["stream"] for _, waits in seen)
-
-
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_whole_parameters_are_offloaded_too(name, simulated_device):
-    plain = run_on_devices(trained, 2, simulated_device, {}, "bf16", name)[0]
-    for parameters in run_on_devices(trained, 2, simulated_device, {"offload": "cpu"}, "bf16", name):
-        assert all(torch.equal(plain[key], value) for key, value in parameters.items())
-
-
-def gathered(options):
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
-    booster = Booster("simulated", None, GatheringPlugin(chunk_bytes=2 * WIDTH * WIDTH * 4, **options))
-    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
-    for number in range(3):
-        step(booster, model, optimizer, number, micro_batches=2)
-    return {key: value.cpu().clone() for key, value in model.state_dict().items()}
-
-
-def test_parameters_that_are_gathered_for_each_use_come_from_the_host(simulated_device):
-    plain = run_on_devices(gathered, 2, simulated_device, {})[0]
-    for parameters in run_on_devices(gathered, 2, simulated_device, {"offload": True}):
-        assert all(torch.equal(plain[key], value) for key, value in parameters.items())
 
 
 def costs(options, precision):

@@ -1,50 +1,6 @@
-"""The order in which buckets of a round are reduced, and that a gradient looks at few of them."""
+"""A gradient looks at few of the buckets of a round; their order, trainings show."""
 
-from booster_zero.engine.reducer import BucketProgress, Round
-
-
-def started(round_):
-    found = []
-    for bucket, filling in round_.take_complete():
-        filling.is_started = True
-        found.append(bucket)
-    return found
-
-
-def test_buckets_are_reduced_in_order_as_soon_as_all_before_them_are():
-    fillings = {name: BucketProgress(missing=1) for name in "abc"}
-    round_ = Round(fillings.items())
-    fillings["b"].missing = 0
-    assert started(round_) == []
-    fillings["a"].missing = 0
-    assert started(round_) == ["a", "b"]
-    assert [bucket for bucket, _ in round_.take_rest()] == ["c"]
-    assert started(round_) == []
-
-
-def test_a_bucket_that_waits_for_the_end_holds_up_those_after_it():
-    fillings = {
-        "a": BucketProgress(missing=0),
-        "b": BucketProgress(missing=0, waits_for_end=True),
-        "c": BucketProgress(missing=0),
-    }
-    round_ = Round(fillings.items())
-    assert started(round_) == ["a"]
-    assert [bucket for bucket, _ in round_.take_rest()] == ["b", "c"]
-
-
-def test_a_bucket_that_is_trained_only_now_comes_last():
-    round_ = Round([("a", BucketProgress(missing=0))])
-    assert round_.fillings.get("b") is None
-    round_.add("b", BucketProgress(missing=0))
-    assert started(round_) == ["a", "b"]
-
-
-def test_what_is_left_out_is_not_awaited():
-    filling = BucketProgress(missing=2)
-    filling.leave_out(3)
-    filling.leave_out(3)
-    assert filling.missing == 1
+from booster_zero.engine.reducer import Round
 
 
 class Looked:

@@ -1,5 +1,6 @@
 """ZeRO against plain torch in one process, gradient by gradient, in the situations that go wrong elsewhere."""
 
+import contextlib
 import random
 import time
 from functools import partial
@@ -7,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
+from cases import Case, Setting, assert_equals_one_process, noise, train_boosted, train_plainly
 from driven_runs import assert_same_loop
 from matrix import matrix, named
 from ranked import on_ranks, raises_on_ranks
@@ -232,6 +233,33 @@ class Optional(nn.Module):
         return self.optional(x) if use_optional else x
 
 
+def uses_a_layer_now_and_then(run):
+    for step in range(3):
+        run.backward(run.loss(5 * step, use_optional=step != 1))
+        run.optimizer.zero_grad(set_to_none=False)
+        for micro in range(1, 5):
+            with run.no_sync() if micro % 2 else contextlib.nullcontext():
+                run.backward(run.loss(5 * step + micro, use_optional=step != 1 and micro in (1, 4)))
+        run.step(max_norm=0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": 2, "bucket_bytes": 1}], ids=["stage 1", "stage 2"])
+def test_gradients_of_one_rank_are_added_as_they_come(options):
+    case = Case(build=Optional, batch=noise(5, 4))
+    assert_same_loop(uses_a_layer_now_and_then, case, Setting(LowLevelZeroPlugin, options, 1))
+
+
+@on_ranks(1)
+def test_narrow_gradients_of_one_rank_add_up_in_the_format_of_the_masters():
+    booster = Setting(LowLevelZeroPlugin, precision="bf16").make_booster()
+    net = nn.Linear(1, 1, bias=False)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with booster.no_sync(model):
+        booster.backward(256 * model(torch.ones(1, 1)).sum(), optimizer)
+    booster.backward(model(torch.ones(1, 1)).sum(), optimizer)
+    assert full_gradient(booster, model, "weight").item() == 257.0  # which bf16 has not
+
+
 def strict_about_unused():
     booster = Booster(plugin=LowLevelZeroPlugin(unused="raise"))
     net = Optional()
@@ -278,34 +306,6 @@ def plain_sgd(lr, model):
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def narrow(options, precision):
-    booster, model, optimizer = boost(options, precision, optimizer=partial(plain_sgd, 1e-4))
-    net = model.unwrap()
-    for step in range(10):
-        backward(booster, model, optimizer, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    kinds = {piece.values.dtype for piece in optimizer.layout.pieces().values()}
-    masters = torch.zeros(36)
-    for index, piece in optimizer.layout.pieces().items():
-        if optimizer.names[index] == "left.weight":
-            masters[piece.start : piece.stop] = piece.values.detach().flatten()
-    dist.all_reduce(masters)
-    return (
-        {str(p.dtype) for p in net.parameters()},
-        {str(kind) for kind in kinds},
-        masters - training().make()[0].left.weight.detach().flatten(),
-    )
-
-
-def test_masters_take_steps_that_bf16_would_round_away():
-    for parameters, masters, moved in run_on_ranks(narrow, 2, {}, "bf16"):
-        assert (parameters, masters) == ({"torch.bfloat16"}, {"torch.float32"})
-        assert 0 < moved.abs().max() < 2**-10
-    for parameters, masters, _ in run_on_ranks(narrow, 2, {"master_weights": False}, "bf16"):
-        assert parameters == masters == {"torch.bfloat16"}
-
-
 @on_ranks(2)
 def test_gradients_may_travel_in_bf16():
     booster, model, optimizer = boost({"communication_dtype": "bf16"})
@@ -330,49 +330,6 @@ def test_every_write_between_steps_is_kept(precision):
     backward(booster, model, optimizer, 4)
     optimizer.step()
     assert all(map(torch.equal, parameters, expected))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@on_ranks(2)
-def test_a_decay_by_hand_of_what_groups_list_is_kept(precision):
-    """Decay what the optimizer's groups list between backward and steps of size zero."""
-    booster, model, optimizer = boost({}, precision, optimizer=partial(plain_sgd, 0.0))
-    expected = [parameter.detach().clone() for parameter in model.parameters()]
-    for step in range(3):
-        backward(booster, model, optimizer, step)
-        for held in [each for group in optimizer.param_groups for each in group["params"]]:
-            held.data.mul_(0.75)
-        optimizer.step()
-        optimizer.zero_grad()
-        for values in expected:
-            values.mul_(0.75)
-    assert all(torch.equal(each, values) for each, values in zip(model.parameters(), expected, strict=True))
-
-
-@raises_on_ranks(ConfigError, "'left.weight' was given other memory after `boost`", 2)
-def test_parameters_that_left_their_bucket_are_noticed():
-    booster, model, optimizer = boost()
-    backward(booster, model, optimizer)
-    model.unwrap().left.weight.data = torch.ones(6, 6)
-    optimizer.step()
-
-
-def rows_of(step, rank):
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-@pytest.mark.parametrize("plugin", [LowLevelZeroPlugin(), LowLevelZeroPlugin(stage=2, max_norm=1.0)])
-@on_ranks(2)
-def test_statistics_that_forward_keeps_are_those_of_the_first_rank_everywhere(plugin):
-    net, alone = (nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)) for _ in range(2))
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for number in range(3):
-        booster.backward(model(rows_of(number, dist.get_rank())).square().sum(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        alone(rows_of(number, 0))
-    assert_same_tensors(dict(net.named_buffers()), dict(alone.named_buffers()), EXACT)
 
 
 def stepped_before(kind, model):
