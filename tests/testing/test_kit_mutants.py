@@ -20,7 +20,6 @@ FOUND = [
     ("ChangesWeightsInEvaluation", "test_evaluation_changes_nothing", {}, r"the evaluation changed \['embedding"),
     ("UntiesWeights", "test_equals_one_process", {"optimizer": "sgd"}, "not the model's|Only in|" + DIFFER),
     ("IgnoresGroups", "test_equals_one_process", {"optimizer": "sgd"}, DIFFER),
-    ("IgnoresWeightDecay", "test_equals_one_process", {"optimizer": "adamw"}, DIFFER),
     ("OtherBeta2", "test_equals_one_process", {"optimizer": "adamw"}, DIFFER),
     (
         "SumsGradients",
@@ -28,7 +27,6 @@ FOUND = [
         {"optimizer": "sgd"},
         r"step 1: .* summed .*, not averaged: factor 2\.00",
     ),
-    ("SumsGradientsAfterTheFirstStep", "test_equals_one_process", {"optimizer": "sgd"}, r"step 2: .*factor 2\.00"),
     (
         "FlattensPresentGradients",
         "test_parameters_used_on_some_ranks_equal_one_process",
@@ -43,7 +41,6 @@ FOUND = [
     ("AveragesNoMoreAfterEvaluation", "test_loop_equals_one_process", {"loop": "evaluation between"}, DIFFER),
     ("HasNoEffectOfZeroGrad", "test_zeroed_gradients_equal_one_process", {}, "step 2: .* not reset"),
     ("SyncsUnderNoSync", "test_no_sync_saves_the_communication_of_its_model", {}, "inside"),
-    ("SyncsModelThatWasBoostedFirst", "test_no_sync_saves_the_communication_of_its_model", {}, "inside"),
     ("NormOfOwnPart", "test_norm_is_the_same_on_every_rank", {"max_norm": 0.05, "norm_type": 2.0}, "differ between"),
     (
         "IgnoresNormType",
@@ -60,7 +57,6 @@ FOUND = [
     ("SwapsMoments", "test_checkpoint_loads_on_one_device", {"precision": "fp32"}, DIFFER),
     ("ForgetsBuffers", "test_resumed_run_continues_exactly", {"precision": "fp32"}, DIFFER),
     ("ForgetsExtraState", "test_resumed_run_continues_exactly", {"precision": "fp32"}, "counter._extra_state"),
-    ("ForgetsParameter", "test_resumed_run_continues_exactly", {"precision": "fp32"}, DIFFER),
 ]
 FOUND_IN_PIPELINES = [
     ("DropsLastMicrobatch", "test_equals_one_process", {"optimizer": "sgd"}, DIFFER),

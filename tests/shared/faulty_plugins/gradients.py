@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_core.plugin import BoostContext, Boosted
-
 
 class SumsGradients(ReferenceOptimizer):
     """Sums gradients over ranks in place of averaging them."""
@@ -27,16 +25,6 @@ class SumsGradients(ReferenceOptimizer):
     @override
     def reduce(self, gradient: Tensor) -> None:
         dist.all_reduce(gradient)
-
-
-class SumsGradientsAfterTheFirstStep(ReferenceOptimizer):
-    """Averages gradients in the first step, and sums them in later ones."""
-
-    @override
-    def reduce(self, gradient: Tensor) -> None:
-        dist.all_reduce(gradient)
-        if not self.num_steps:
-            gradient /= dist.get_world_size()
 
 
 class FlattensPresentGradients(ReferenceOptimizer):
@@ -109,21 +97,6 @@ class SyncsUnderNoSync(ReferencePlugin):
     @override
     def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-
-class SyncsModelThatWasBoostedFirst(ReferencePlugin):
-    """Knows the optimizer of the last model only, which any ``no_sync`` is for; the gradients are right."""
-
-    @override
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
-        boosted = super().configure(objects, context)
-        self.last_optimizer = boosted.optimizer
-        return boosted
-
-    @override
-    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
-        last = self.last_optimizer
-        return last.accumulating() if isinstance(last, ReferenceOptimizer) else super().no_sync(model)
 
 
 class NormOfOwnPart(ReferenceOptimizer):

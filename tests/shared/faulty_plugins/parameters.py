@@ -65,16 +65,6 @@ class IgnoresGroups(ReferencePlugin):
         return super().configure(objects, context)
 
 
-class IgnoresWeightDecay(ReferencePlugin):
-    """Steps without weight decay."""
-
-    @override
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
-        for group in objects.optimizer.param_groups if objects.optimizer is not None else []:
-            group["weight_decay"] = 0.0
-        return super().configure(objects, context)
-
-
 class OtherBeta2(ReferencePlugin):
     """Steps Adam with a second decay rate that is off by 0.0059."""
 

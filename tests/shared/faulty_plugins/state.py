@@ -9,7 +9,6 @@ from reference_plugins import ReferenceStateAdapter
 from typing_extensions import override
 
 from booster_core.plugin import unwrap_model
-from booster_core.state import NamedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -69,12 +68,3 @@ class ForgetsExtraState(ReferenceStateAdapter):
     @override
     def load_extra_state(self, values: Mapping[str, object]) -> None:
         pass
-
-
-class ForgetsParameter(ReferenceStateAdapter):
-    """Neither saves nor loads the model's first parameter."""
-
-    @override
-    def model_shards(self) -> Iterator[TensorShard]:
-        first = next(iter(NamedTensors.of(unwrap_model(self.model)).tensors))
-        return (shard for shard in super().model_shards() if shard.name != first)
