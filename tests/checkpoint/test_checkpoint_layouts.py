@@ -1,4 +1,4 @@
-"""What was saved in any layout at any number of ranks is the same loaded in any other. Bytes: test_golden_digests."""
+"""What was saved in any layout at any number of ranks is the same loaded in any other."""
 
 import itertools
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -70,6 +71,25 @@ def test_a_resumed_run_equals_an_uninterrupted_one(world_size, options, save_opt
         assert start == step
         assert later == losses[step:]
         assert all(torch.equal(tensors[name], restored[name]) for name in tensors)
+
+
+def test_a_step_of_format_4_that_was_written_long_ago_loads_and_is_written_alike(tmp_path):
+    """The archive has what `Run(width=4)` saved after three steps. It stays where the format changes."""
+    shutil.unpack_archive(Path(__file__).with_name("run_of_format_4.zip"), tmp_path / "old")
+    run, whole = Run(width=4, seed=9), Run(width=4)
+    loaded = run.load(tmp_path / "old")
+    assert (loaded.step, loaded.extra["note"], run.scheduler.last_epoch) == (3, "ü", 3)
+    assert run.optimizer.param_groups[0]["lr"] == run.scheduler.get_last_lr()[0] < 0.01
+    run.save(tmp_path / "new", extra=loaded.extra)
+    old = tmp_path / "old" / "step-00000003"
+    for pattern, number in (("*.safetensors", 3), ("*.index.json", 2)):
+        paths = [path.relative_to(old) for path in old.rglob(pattern)]
+        assert len(paths) == number
+        for path in paths:
+            assert (tmp_path / "new" / old.name / path).read_bytes() == (old / path).read_bytes(), path
+    run.train(6)
+    whole.train(6)
+    assert run.seen == whole.seen[6:]
 
 
 @matrix(
