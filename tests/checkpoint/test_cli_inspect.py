@@ -122,9 +122,7 @@ def test_what_is_no_checkpoint_is_an_error(make, message, tmp_path):
     assert message in result.output
 
 
-# ---- whether it is whole
-
-LATEST, FILE = "step-00000006", "model/model-00001-of-00001.safetensors"
+# ---- whether it is whole; what damage it names is in `test_training_faults`
 
 
 def check(path):
@@ -132,74 +130,15 @@ def check(path):
     return result.exit_code, result.output
 
 
-def flip(name):
-    def spoil(step):
-        content = bytearray((step / name).read_bytes())
-        content[-20] ^= 4
-        (step / name).write_bytes(content)
-
-    return spoil
-
-
-def cut(name, end):
-    return lambda step: (step / name).write_bytes((step / name).read_bytes()[:end])
-
-
-def edit(name, **changes):
-    """Change the entries of a JSON file: each to what a function makes of it."""
-
-    def spoil(step):
-        content = json.loads((step / name).read_text())
-        (step / name).write_text(
-            json.dumps({key: changes.get(key, lambda same: same)(content[key]) for key in content})
-        )
-
-    return spoil
-
-
-FLIPPED = [
-    FILE,
-    FILE.replace("model", "optimizer"),
-    "model/model.safetensors.index.json",
-    "optimizer/param_groups.json",
-]
-FLIPPED += ["training_state.json", "training_state.safetensors"]
-DAMAGE = {
-    **{f"flipped {name}": (flip(name), f"'{name}' has the checksum") for name in FLIPPED},
-    "truncated": (cut(FILE, -10), f"'{FILE}' has "),
-    "missing": (lambda step: (step / FILE).unlink(), f"'{FILE}' cannot be found"),
-    **{f"manifest up to {end}": (cut("manifest.json", end), "manifest.json") for end in (0, 10, -3)},
-    "edited manifest": (edit("manifest.json", step=lambda step: step + 1), "not what its own checksum says"),
-    "no latest step": (shutil.rmtree, "load it with `step=3`"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named(name, root, tmp_path):
-    shutil.copytree(root, tmp_path / "root")
-    spoil, text = DAMAGE[name]
-    spoil(tmp_path / "root" / LATEST)
-    for path in ("root", f"root/{LATEST}") if name != "no latest step" else ("root",):
-        code, output = check(tmp_path / path)
-        assert code == 1
-        assert text in output
-    if name == f"flipped {FILE}":  # from below the manifest, too
-        assert check(tmp_path / "root" / LATEST / "optimizer")[0] == 0
-        assert f"'{FILE}' has the checksum" in check(tmp_path / "root" / LATEST / "model")[1]
-
-
-def renamed(weights):
-    return {"third.weight" if name == "first.weight" else name: file for name, file in weights.items()}
-
-
 def test_what_is_whole_passes_and_it_says_what_it_could_not_check(root, tmp_path):
-    for path in ("", LATEST, f"{LATEST}/model", f"{LATEST}/optimizer"):
+    for path in ("", "step-00000006", "step-00000006/model", "step-00000006/optimizer"):
         code, output = check(root / path)
         assert code == 0, output
         assert "whole (checked sizes and checksums" in output
-    shutil.copytree(root / LATEST / "model", tmp_path / "model")
+    shutil.copytree(root / "step-00000006" / "model", tmp_path / "model")
     assert "there is no manifest with checksums" in check(tmp_path / "model")[1]
-    edit("model.safetensors.index.json", weight_map=renamed)(tmp_path / "model")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("first.weight", "third.weight"))
     code, output = check(tmp_path / "model")
     assert code == 1
     assert "'third.weight'" in output
