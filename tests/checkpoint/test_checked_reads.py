@@ -13,8 +13,8 @@ from torch import nn
 
 from booster_checkpoint.files import checksums
 from booster_checkpoint.files.byte_file import ByteFile
-from booster_checkpoint.files.checksums import CheckedReads, block_sizes, blocks_of_file
-from booster_checkpoint.run.manifest import Manifest
+from booster_checkpoint.files.checksums import Block, CheckedReads, block_sizes, blocks_of_file
+from booster_checkpoint.run.manifest import FileEntry, Manifest
 from booster_checkpoint.storage import locate
 from booster_checkpoint.storage.open_file import LocalFile
 from booster_core import Booster
@@ -46,6 +46,17 @@ def small_blocks(monkeypatch):
 )
 def test_blocks_join_small_pieces_and_cut_large_ones(pieces, sizes, small_blocks):
     assert block_sizes(pieces) == sizes
+
+
+@pytest.mark.parametrize("tensor_bytes", [1 << 20, 1 << 28])
+def test_a_manifest_takes_five_megabytes_for_each_tebibyte(tensor_bytes, tmp_path):
+    """1,024 files of a GiB, whatever the size of their tensors."""
+    sizes = block_sizes([4096, *[tensor_bytes] * ((1 << 30) // tensor_bytes)])
+    blocks = tuple(Block(size, f"{index:016x}") for index, size in enumerate(sizes))
+    entry = FileEntry(nbytes=sum(sizes), blocks=blocks)
+    files = {f"model/model-{number:05d}-of-01024.safetensors": entry for number in range(1, 1025)}
+    Manifest(step=1, files=files).write(locate(tmp_path))
+    assert (tmp_path / "manifest.json").stat().st_size <= 5_000_000
 
 
 def parts_of_ranks(kind, world_size):

@@ -211,6 +211,22 @@ def test_masters_become_parameters_where_there_are_none(tmp_path):
     assert not plain.state
 
 
+def test_fp32_state_of_bf16_parameters_stays_fp32(tmp_path):
+    """As Adafactor of transformers keeps it."""
+    runs = []
+    for value in (1 / 3, 0.0):
+        model = nn.Linear(3, 2).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"momentum": torch.full(parameter.shape, value)}
+        runs.append(adapter_of(model, optimizer))
+    io = EngineCalls()
+    io.save_optimizer(runs[0], tmp_path / "o", shard=True)
+    io.load_optimizer(runs[1], tmp_path / "o")
+    for state in optimizer.state.values():
+        assert torch.equal(state["momentum"], torch.full(state["momentum"].shape, 1 / 3))
+
+
 def test_state_that_has_no_json_form_is_named(tmp_path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
