@@ -10,7 +10,7 @@ from resumable import ResumableRun as Run
 from synthetic_state import SyntheticAdapter
 from tests.shared.s3_server import Fault, environment, need_server
 
-from booster_checkpoint.storage import locate, obstore_storage
+from booster_checkpoint.storage import obstore_storage
 from booster_core import Booster
 from booster_core.errors import CheckpointError, CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -83,34 +83,6 @@ def save_step(root):
     run = Run()
     run.train(1)
     run.save(root)
-
-
-def load_step(root):
-    return Run(seed=2).load(root).step
-
-
-def test_a_load_that_fails_is_an_error_on_every_rank(s3):
-    root = f"{BUCKET}/unreadable"
-    run_on_s3(s3, 2, save_step, root)
-    s3.faults = [Fault("GET", "/model-", "500", 10**6)]
-    expect_on_s3(s3, CheckpointError, "could not be read", load_step, root)
-
-
-def replace_model(url):
-    run = Run()
-    run.train(1)
-    run.booster.save_model(run.model, url, shard=True)
-    run.booster.save_model(run.model, f"{url}.safetensors")
-
-
-def test_a_model_whose_upload_fails_stays_as_it_was(s3):
-    url = f"{BUCKET}/kept"
-    run_on_s3(s3, 2, replace_model, url)
-    path = locate(f"{url}/model-00001-of-00001.safetensors")
-    before = path.read_bytes()
-    s3.faults = [Fault("PUT", "/model-", "500", 10**6)]
-    expect_on_s3(s3, CheckpointError, "could not be written", replace_model, url)
-    assert path.read_bytes() == before
 
 
 def save_wide_model(url, value):
