@@ -1,11 +1,15 @@
-"""Gradients that a script computes by itself and assigns to ``parameter.grad`` are averaged, as others are."""
+"""What a script assigns to gradients is averaged; what it writes to parameters is the same on all ranks or raises."""
 
+import pytest
 import torch
-from cases import Case, Setting
-from driven_runs import assert_same_loop
+import torch.distributed as dist
+from cases import Case, Setting, noise
+from driven_runs import Run, assert_same_loop
 from matrix import matrix, named
+from ranked import on_ranks
 from torch import nn
 
+from booster_core.errors import ConfigError
 from booster_ddp import TorchDDPPlugin
 
 SETTINGS = {
@@ -20,11 +24,7 @@ def net():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def rows(number, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
-
-
-CASE = Case(build=net, batch=rows, max_norm=None)
+CASE = Case(build=net, batch=noise(4, 8))
 
 
 def computes_them(run):
@@ -65,3 +65,51 @@ LOOPS = [computes_them, replaces_one, takes_turns]
 @matrix(1, setting=SETTINGS, loop=named(LOOPS, [loop.__name__ for loop in LOOPS]))
 def test_they_are_averaged(setting, loop):
     assert_same_loop(loop, CASE, SETTINGS[setting])
+
+
+# ---- values of parameters
+
+
+def resets(model):
+    """Reset the last layer, as agents that learn from rewards do every so many steps."""
+    model[2].reset_parameters()
+
+
+def loads_on_one_rank(model):
+    if dist.get_rank() == 0:
+        model.load_state_dict({name: torch.full_like(value, 0.1) for name, value in model.state_dict().items()})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("write", "name"), [(resets, "2.weight"), (loads_on_one_rank, "0.weight")])
+def test_values_that_differ_between_ranks_raise_in_the_next_step(write, name):
+    run = Run(CASE, Setting(TorchDDPPlugin))
+
+    def step():
+        run.backward(run.loss(0))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    step()
+    torch.manual_seed(dist.get_rank())
+    write(run.model)
+    step()  # which tells the others, and waits for nobody
+    with pytest.raises(ConfigError, match=f"what was written to '{name}'.*seeded alike"):
+        step()
+
+
+def writes_alike(run):
+    """Reset a layer, by a generator that all ranks have alike, freeze it, load, and go on."""
+    generator = torch.Generator().manual_seed(5)
+    for step in range(5):
+        if step == 2:
+            nn.init.normal_(run.net[2].weight, generator=generator)
+        if step == 3:
+            run.net[2].requires_grad_(False)
+            run.net.load_state_dict({name: 0.5 * value for name, value in run.net.state_dict().items()})
+        run.backward(run.loss(step))
+        run.step()
+
+
+def test_equal_values_are_those_of_one_process():
+    assert_same_loop(writes_alike, CASE, Setting(TorchDDPPlugin))

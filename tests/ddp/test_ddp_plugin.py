@@ -1,15 +1,13 @@
 """The DDP plugin: options, compression hooks, unused parameters, buffers and `no_sync`."""
 
-import contextlib
 import gc
-import warnings
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
+from cases import Case, Setting, assert_equals_one_process, noise, train_boosted, train_plainly
 from driven_runs import assert_same_loop
 from free_ports import free_port
 from ranked import on_ranks, raises_on_ranks
@@ -22,7 +20,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_ddp.plugin import check_sync_batchnorm
 from booster_runtime import collectives
 from booster_testing import RankError, run_on_ranks
-from booster_testing.compare import EXACT, Tolerance, assert_same_tensors, tolerance_for
+from booster_testing.compare import EXACT, Tolerance, assert_same_tensors
 from booster_testing.models import TinyMLP
 
 
@@ -33,16 +31,20 @@ def boost(model, lr=0.1, precision=None, **options):
     return booster, boosted.model, boosted.optimizer
 
 
-def rows(number, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
+ROWS = noise(4, 8)
+CASE = Case(build=TinyMLP, batch=ROWS, steps=4, max_norm=None)
 
 
 def batch(step):
     """Return this rank's samples."""
-    return rows(step, dist.get_rank())
+    return ROWS(step, dist.get_rank())
 
 
-CASE = Case(build=TinyMLP, batch=rows, steps=4, max_norm=None)
+def train(model, optimizer, steps=3):
+    for step in range(steps):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -174,30 +176,19 @@ def test_sync_batchnorm_refuses_what_torch_would_not_replace():
     check_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8), nn.SyncBatchNorm(8)))
 
 
-def keeps_buffers_apart(by_hand, **options):
+@pytest.mark.parametrize("search", [None, False])
+@on_ranks(2)
+def test_broadcast_buffers_false_keeps_buffers_rank_local(search):
     torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
     model.register_buffer("scale", torch.rand(8))
-    if by_hand:
-        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-        wrapped = DistributedDataParallel(model, broadcast_buffers=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    else:
-        _, wrapped, optimizer = boost(model, broadcast_buffers=False, **options)
+    scale, alone = model.scale.clone(), nn.BatchNorm1d(8)
+    _, boosted, optimizer = boost(model, broadcast_buffers=False, find_unused_parameters=search)
+    train(boosted, optimizer)
     for step in range(3):
-        wrapped(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("asked", [None, False])
-def test_broadcast_buffers_false_keeps_buffers_rank_local(asked):
-    expected = run_on_ranks(keeps_buffers_apart, 2, by_hand=True)
-    assert not torch.equal(expected[0]["scale"], expected[1]["scale"])
-    found = run_on_ranks(keeps_buffers_apart, 2, by_hand=False, find_unused_parameters=asked)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_same_tensors(ours, theirs, tolerance_for(torch.float32))
+        alone(batch(step))
+    assert torch.equal(model.scale, scale)
+    torch.testing.assert_close(model[0].running_mean, alone.running_mean)
 
 
 @on_ranks(2)
@@ -205,73 +196,37 @@ def test_each_rank_keeps_what_the_model_asks_ddp_to_ignore():
     torch.manual_seed(dist.get_rank())
     model = TinyMLP()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["first.weight"])
-    booster, model, optimizer = boost(model)
-    for step in range(3):
-        booster.backward(model(batch(step)).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+    _, model, optimizer = boost(model)
+    train(model, optimizer)
     parameters = {name: each.detach() for name, each in model.named_parameters()}
     first, second = collectives.all_gather_object(parameters)
     assert [name for name in first if not torch.equal(first[name], second[name])] == ["first.weight"]
 
 
-def no_sync_communicates_once():
+def evaluated(how):
+    """Train a model with running statistics, and evaluate; return the next loss and the statistics."""
     torch.manual_seed(0)
-    calls = []
-
-    def count(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        calls.append(1)
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
-
-    booster, model, optimizer = boost(TinyMLP(), comm_hook=count)
-    for micro in range(3):
-        with booster.no_sync(model) if micro < 2 else contextlib.nullcontext():
-            booster.backward(model(batch(micro)).mean(), optimizer)
-    return len(calls)
-
-
-def test_no_sync_communicates_once():
-    assert run_on_ranks(no_sync_communicates_once, 2) == [1, 1]
-
-
-def evaluated_on_rank_0(alone):
-    """Train a model with running statistics, and evaluate between steps; return the last loss and the statistics."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    model.register_buffer("scale", torch.ones(1), persistent=False)
-    _, model, optimizer = boost(model)
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    module.register_buffer("scale", torch.ones(1), persistent=False)
+    if how == "by torch alone":
+        model, optimizer = DistributedDataParallel(module), torch.optim.SGD(module.parameters(), lr=0.1)
+    else:
+        _, model, optimizer = boost(module)
     for step in range(3):
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if dist.get_rank() == 0 or not alone:
+        train(model, optimizer, 1)
+        if how == "on all ranks" or (how == "on rank 0" and dist.get_rank() == 0):
             with torch.no_grad():
                 model.eval()(batch(step))
             model.train()
-    return float(loss.detach()), model.unwrap()[1].running_mean.tolist()
-
-
-def by_torch_alone():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    model.register_buffer("scale", torch.ones(1), persistent=False)
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        loss = wrapped(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
     with torch.no_grad():
-        wrapped.eval()(batch(3))  # which broadcasts buffers once more
-    return float(loss.detach()), model[1].running_mean.tolist()
+        loss = model.eval()(batch(3)).square().mean()  # before which torch broadcasts buffers once more
+    return float(loss), module[1].running_mean.tolist()
 
 
 def test_a_rank_may_evaluate_alone_and_statistics_are_those_of_rank_0():
-    found = run_on_ranks(evaluated_on_rank_0, 2, True)
+    found = run_on_ranks(evaluated, 2, "on rank 0")
     assert found[0][1] == found[1][1]
-    assert found == run_on_ranks(evaluated_on_rank_0, 2, False) == run_on_ranks(by_torch_alone, 2)
+    assert found == run_on_ranks(evaluated, 2, "on all ranks") == run_on_ranks(evaluated, 2, "by torch alone")
 
 
 def missing_rank():
@@ -320,10 +275,7 @@ def left_after_del(search, num_steps):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     booster, model, optimizer = boost(module, find_unused_parameters=search)
-    for step in range(num_steps):
-        booster.backward(model(batch(step)).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, num_steps)
     kept = [module, *module.parameters(), model, model.ddp, model.gradients, optimizer, optimizer.unwrap()]
     held = [weakref.ref(each) for each in kept]
     gc.collect()
@@ -335,8 +287,7 @@ def left_after_del(search, num_steps):
         gc.enable()
 
 
-@pytest.mark.parametrize("num_steps", [0, 2])
-@pytest.mark.parametrize("search", [None, True, False])
+@pytest.mark.parametrize(("search", "num_steps"), [(None, 2), (True, 2), (False, 0)])
 def test_all_is_freed_with_the_last_reference(search, num_steps):
     assert run_on_ranks(left_after_del, 2, search, num_steps) == [[]] * 2
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting
+from cases import Case, Setting, noise
 from driven_runs import Run, assert_same_loop
 from matrix import matrix, named
 from ranked import raises_on_ranks
@@ -29,10 +29,6 @@ OPTIONS = {
     "no search": {"find_unused_parameters": False},
     "static": {"static_graph": True},
     "small buckets": {"bucket_cap_mb": 1e-4},
-}
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
 }
 
 
@@ -72,21 +68,20 @@ def net(kind=Net, frozen=()):
 
 
 def data(seed, rank):
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * seed + rank), dtype=torch.float64)
+    return noise(3, 6)(seed, rank).double()
 
 
 def squares(out, _batch):
     return (out.value if isinstance(out, Box) else out).square().sum()
 
 
-def optimizer_named(name, model):
-    return OPTIMIZERS[name](model.parameters())
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def case_of(kind=Net, optimizer="sgd", frozen=()):
-    optimizer = partial(optimizer_named, optimizer)
+def case_of(kind=Net, frozen=()):
     build, tolerance = partial(net, kind, frozen), tolerance_for(torch.float64)
-    return Case(build=build, batch=data, loss=squares, optimizer=optimizer, tolerance=tolerance)
+    return Case(build=build, batch=data, loss=squares, optimizer=momentum, tolerance=tolerance)
 
 
 def check(script, options, **changes):
@@ -147,9 +142,9 @@ def use_both_heads(run):
         finish(run)
 
 
-@matrix(1, script=named([use_one_head_each, use_both_heads], lambda f: f.__name__), options=SEARCHING)
-def test_outputs_of_a_plain_class_are_averaged(script, options):
-    check(script, OPTIONS[options], kind=Boxing)
+@matrix(1, options=SEARCHING)
+def test_outputs_of_a_plain_class_are_averaged(options):
+    check(use_one_head_each, OPTIONS[options], kind=Boxing)
 
 
 LOWER = ("first", "second")
@@ -209,9 +204,9 @@ SCHEDULES = [
 ]
 
 
-@matrix(1, 2, script=named(SCHEDULES, lambda f: f.__name__), options=OPTIONS, optimizer=OPTIMIZERS)
-def test_freezing_and_unfreezing_trains_as_one_process(script, options, optimizer):
-    check(script, OPTIONS[options], optimizer=optimizer, frozen=LOWER if script is unfreeze_from_the_top else ())
+@matrix(1, script=named(SCHEDULES, lambda f: f.__name__), options=OPTIONS)
+def test_freezing_and_unfreezing_trains_as_one_process(script, options):
+    check(script, OPTIONS[options], frozen=LOWER if script is unfreeze_from_the_top else ())
 
 
 def unfreeze_a_head_that_is_not_always_used(run):

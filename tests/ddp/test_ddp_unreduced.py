@@ -8,15 +8,15 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting
+from cases import Case, Setting, noise
 from driven_runs import Run, assert_same_loop
 from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import GradientError, MissingRanksError
+from booster_core.errors import GradientError
 from booster_ddp import TorchDDPPlugin
-from booster_testing import RankError, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP
 
 
@@ -30,15 +30,12 @@ class Heads(nn.Module):
         return tuple(layer(hidden) for side, layer in (("l", self.left), ("r", self.right)) if side in sides)
 
 
-def rows(number, rank):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))
-
-
 def squares(outs, _batch):
     return sum(out.square().mean() for out in outs)
 
 
-CASE = Case(build=Heads, batch=rows, loss=squares)
+ROWS = noise(4, 8)
+CASE = Case(build=Heads, batch=ROWS, loss=squares)
 
 
 def boost(model, **options):
@@ -49,7 +46,7 @@ def boost(model, **options):
 
 
 def own(step=0):
-    return rows(step, dist.get_rank())
+    return ROWS(step, dist.get_rank())
 
 
 @raises_on_ranks(GradientError, "could not finish averaging.*find_unused_parameters=True", 2)
@@ -203,24 +200,8 @@ def other_method_than_forward(run):
 
 
 def test_backward_that_bypasses_forward_is_averaged_at_the_step():
-    case = Case(build=TinyMLP, batch=rows)
+    case = Case(build=TinyMLP, batch=ROWS)
     assert_same_loop(other_method_than_forward, case, Setting(TorchDDPPlugin), own=True)
-
-
-def backward_on_one_rank_only():
-    _, model, optimizer = boost(TinyMLP(), find_unused_parameters=False)
-    out = model(own())
-    optimizer.backward(out.mean(), retain_graph=True)
-    if dist.get_rank() == 0:
-        optimizer.backward(out.square().mean())
-    optimizer.step()
-
-
-def test_extra_backward_on_one_rank_names_the_other_rank():
-    with pytest.raises(RankError) as caught:
-        run_on_ranks(backward_on_one_rank_only, 2, group_timeout_seconds=10)
-    assert isinstance(caught.value.__cause__, MissingRanksError)
-    assert "rank 1" in str(caught.value.__cause__)
 
 
 def counted_reductions(**options):
