@@ -9,15 +9,15 @@ import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from booster_checkpoint.files.byte_file import ByteFile
+from booster_checkpoint.files.byte_file import ByteFile, pieces_of
 from booster_checkpoint.save import in_place
 from booster_checkpoint.storage import locate, open_file
 from booster_checkpoint.storage.open_file import LocalFile
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointUnreadableError
-from booster_core.state import as_bytes, box_numel, box_shape, slices_of
+from booster_core.state import as_bytes, box_numel, box_shape, is_contiguous, slices_of, span_of
 
 DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
 OFFSETS = st.sampled_from([0, 7, 4096, 4099])
@@ -42,7 +42,6 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("boxes") / "file"
 
 
-@settings(deadline=None)
 @given(case=boxes(), dtype=DTYPES, offset=OFFSETS, window_bytes=WINDOWS, gap_bytes=GAPS)
 def test_a_box_is_read_from_a_file(path, case, dtype, offset, window_bytes, gap_bytes):
     shape, box = case
@@ -57,9 +56,13 @@ def test_a_box_is_read_from_a_file(path, case, dtype, offset, window_bytes, gap_
         out = torch.zeros(box_numel(box), dtype=dtype)
         file.read_box(offset, shape, dtype.itemsize, box, out)
         assert torch.equal(out.view(box_shape(box)), whole[slices_of(box)])
+    pieces = list(pieces_of(shape, box, dtype.itemsize, window_bytes, gap_bytes))
+    assert sum(map(box_numel, pieces)) == box_numel(box)
+    for piece in pieces:
+        first, last = span_of(shape, piece)
+        assert is_contiguous(shape, piece) or (last - first) * dtype.itemsize <= window_bytes, "with its gaps"
 
 
-@settings(deadline=None)
 @given(case=boxes(), dtype=DTYPES, offset=OFFSETS, window_bytes=WINDOWS, is_mapped=st.booleans())
 def test_a_box_is_written_into_a_file_and_nothing_else(path, case, dtype, offset, window_bytes, is_mapped):
     shape, box = case
