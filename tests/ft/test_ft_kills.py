@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from matrix import matrix
 from replica_groups import replica_groups
 
 from booster_core import Booster
@@ -63,11 +64,16 @@ def _fail_and_return(groups, victim=1, ranks=None, sig=signal.SIGKILL):
     groups.wait_all(120)
 
 
-def test_a_killed_group_comes_back(tmp_path):
-    with replica_groups(tmp_path, 2) as groups:
+FAILURES = [(2, 1, None), (3, 1, None), (2, 2, None), (2, 2, [0]), (2, 2, [1])]
+"""Numbers of groups and of ranks in each, and which ranks of the second group fail: all of them, or some."""
+
+
+@matrix(["2-1-None-kill"], **{"num_groups, ranks, victims": FAILURES}, how=["kill", "stop"])
+def test_a_group_that_fails_comes_back(num_groups, ranks, victims, how, tmp_path):
+    with replica_groups(tmp_path, num_groups, ranks) as groups:
         groups.start_all()
-        _fail_and_return(groups)
-        _check(groups, survivors=[0])
+        _fail_and_return(groups, ranks=victims, sig=signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        _check(groups, survivors=[group for group in range(num_groups) if group != 1])
 
 
 @pytest.mark.slow  # half a minute, as the one before
@@ -96,27 +102,6 @@ def test_groups_that_come_back_do_not_begin_without_one_that_lives(tmp_path):
                 groups.commits(victim)
             )
         _check_equal([groups.commits(group) for group in range(3)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_groups", "ranks"), [(2, 1), (3, 1), (2, 2)])
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_group_that_fails_comes_back(tmp_path, num_groups, ranks, how):
-    with replica_groups(tmp_path, num_groups, ranks) as groups:
-        groups.start_all()
-        _fail_and_return(groups, sig=signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        survivors = [group for group in range(num_groups) if group != 1]
-        _check(groups, survivors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_rank_of_a_group_fails(tmp_path, rank, how):
-    with replica_groups(tmp_path, 2, 2) as groups:
-        groups.start_all()
-        _fail_and_return(groups, ranks=[rank], sig=signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        _check(groups, survivors=[0])
 
 
 def _load(folder, width):
