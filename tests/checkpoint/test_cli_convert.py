@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ from click.testing import CliRunner
 from resumable import ResumableRun
 from safetensors.torch import load_file
 
-from booster_checkpoint.load.source import Source
+from booster_checkpoint.load.source import open_source
 from booster_checkpoint.storage import locate
 from booster_checkpoint.tools.convert import convert
 from booster_core import Booster
 from booster_core.cli import main
-from booster_core.errors import CheckpointError, ConfigError
+from booster_core.errors import CheckpointError
 from booster_testing import peak_memory
 
 FORMS = {
@@ -91,15 +92,15 @@ def test_a_file_becomes_a_file(training, tmp_path):
     assert torch.equal(load_file(tmp_path / "c.safetensors")["weight"], model.weight)
 
 
-def test_other_files_of_a_folder_come_along(training, tmp_path):
-    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", shard=True)
+@pytest.mark.parametrize(
+    ("source", "target", "base"), [("safetensors", "bin", "pytorch_model"), ("dcp", "safetensors", "model")]
+)
+def test_other_files_of_a_folder_come_along(source, target, base, training, tmp_path):
+    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", **FORMS[source])
     (tmp_path / "a" / "config.json").write_text('{"model_type": "none"}')
-    assert run(tmp_path / "a", tmp_path / "b", "--to", "bin").exit_code == 0
-    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
-        "config.json",
-        "pytorch_model-00001-of-00001.bin",
-        "pytorch_model.bin.index.json",
-    ]
+    assert run(tmp_path / "a", tmp_path / "b", "--to", target).exit_code == 0
+    names = {"config.json", f"{base}-00001-of-00001.{target}", f"{base}.{target}.index.json"}
+    assert {path.name for path in (tmp_path / "b").iterdir()} == names
 
 
 @pytest.mark.parametrize(
@@ -116,27 +117,23 @@ def test_memory_stays_bounded(form, training, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "form", "message"),
+    ("source", "target", "form", "message"),
     [
-        ("b.bin", "safetensors", "does not name what `--to safetensors` writes"),
-        ("b.safetensors", "dcp", "does not name what `--to dcp` writes"),
-        ("there", "bin", "exists already"),
+        ("model", "b.bin", "safetensors", "does not name what `--to safetensors` writes"),
+        ("model", "b.safetensors", "dcp", "does not name what `--to dcp` writes"),
+        ("model", "there", "bin", "exists already"),
+        ("root/step-00000003", "b", "bin", r"(?s)Pass '.*model'"),
+        ("optimizer.safetensors", "b", "safetensors --dtype bf16", "keeps its dtypes"),
     ],
 )
-def test_a_target_that_does_not_fit_is_refused(target, form, message, training, tmp_path):
-    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", shard=True)
-    (tmp_path / "there").mkdir()
-    result = run(tmp_path / "a", tmp_path / target, "--to", form)
-    assert result.exit_code == 1
-    assert message in result.output
-
-
-def test_a_training_state_is_not_taken_for_a_model(training, tmp_path):
+def test_what_does_not_fit_is_refused(source, target, form, message, training, tmp_path):
+    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "model", shard=True)
+    training.booster.save_optimizer(training.optimizer, tmp_path / "optimizer.safetensors")
     training.save(tmp_path / "root")
-    result = run(tmp_path / "root" / "step-00000003", tmp_path / "b", "--to", "bin")
+    (tmp_path / "there").mkdir()
+    result = run(tmp_path / source, tmp_path / target, "--to", *form.split())
     assert result.exit_code == 1
-    assert "Pass '" in result.output
-    assert "model'" in result.output
+    assert re.search(message, result.output)
 
 
 def test_a_damaged_source_leaves_nothing_behind(training, tmp_path):
@@ -150,45 +147,28 @@ def test_a_damaged_source_leaves_nothing_behind(training, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_converts_the_dtype_of_a_model(form, tmp_path):
-    booster = Booster("cpu")
     model = Odd()
-    booster.save_model(model, tmp_path / "source", shard=True)
+    Booster("cpu").save_model(model, tmp_path / "source", shard=True)
     (tmp_path / "source" / "config.json").write_text('{"dtype": "float32", "n": 1}')
-    options = ["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--to", form, "--dtype", "bf16"]
-    result = CliRunner().invoke(main, options)
+    result = run(tmp_path / "source", tmp_path / "target", "--to", form, "--dtype", "bf16")
     assert result.exit_code == 0, result.output
-    source = Source(tmp_path / "target", "model")
-    try:
+    with open_source(tmp_path / "target", "model") as source:
         assert torch.equal(source.read_whole("linear.bias"), model.linear.bias.bfloat16())
         assert source.tensors["count"].dtype == torch.int64
-    finally:
-        source.close()
     if form != "dcp":
         assert json.loads((tmp_path / "target" / "config.json").read_text()) == {"dtype": "bfloat16", "n": 1}
 
 
-def test_an_optimizer_keeps_its_dtypes(tmp_path):
-    run = ResumableRun()
-    run.train(1)
-    run.booster.save_optimizer(run.optimizer, tmp_path / "optimizer.safetensors")
-    with pytest.raises(ConfigError, match="keeps its dtypes"):
-        convert(locate(tmp_path / "optimizer.safetensors"), locate(tmp_path / "o"), "safetensors", dtype=torch.bfloat16)
-
-
-def save_nested(run, folder, **more):
-    """Let torch write a model and its optimizer into one folder."""
+@pytest.fixture
+def nested(training, tmp_path, monkeypatch):
+    """A folder with model and optimizer, as scripts on torch alone write it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # torch sets it for good on import
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model, optimizer = get_state_dict(run.model.unwrap(), run.optimizer.unwrap())
-    dcp.save({"model": model, "optimizer": optimizer, **more}, checkpoint_id=folder, no_dist=True)
-
-
-@pytest.fixture
-def nested(training, tmp_path, monkeypatch):
-    """A folder with both of them, as scripts on torch alone write it, and the run that it is of."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # torch sets it for good on import
-    save_nested(training, tmp_path / "nested", step=3)
+    model, optimizer = get_state_dict(training.model.unwrap(), training.optimizer.unwrap())
+    state = {"model": model, "optimizer": optimizer, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "nested", no_dist=True)
     return tmp_path / "nested"
 
 
@@ -233,14 +213,3 @@ def test_a_large_file_beside_the_tensors_is_copied_in_pieces(training, tmp_path)
         convert(locate(tmp_path / "a"), locate(tmp_path / "b"), "bin")
     assert memory.peak_bytes < 64 << 20
     assert (tmp_path / "b" / "notes.txt").stat().st_size == 300 << 20
-
-
-def test_the_files_of_a_dcp_folder_are_not_copied_beside_what_they_became(training, tmp_path):
-    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", gather_dtensor=False)
-    (tmp_path / "a" / "notes.txt").write_text("mine")
-    convert(locate(tmp_path / "a"), locate(tmp_path / "b"), "safetensors")
-    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
-        "model-00001-of-00001.safetensors",
-        "model.safetensors.index.json",
-        "notes.txt",
-    ]
