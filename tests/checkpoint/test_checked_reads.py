@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from reference_plugins import ReferencePlugin
-from torch import nn
+from resumable import ResumableRun as Run
 
 from booster_checkpoint.files import checksums
 from booster_checkpoint.files.byte_file import ByteFile
@@ -17,7 +16,6 @@ from booster_checkpoint.files.checksums import Block, CheckedReads, block_sizes,
 from booster_checkpoint.run.manifest import FileEntry, Manifest
 from booster_checkpoint.storage import locate
 from booster_checkpoint.storage.open_file import LocalFile
-from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.state import regions_of
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -111,26 +109,22 @@ def test_damage_anywhere_is_found_by_one_of_the_ranks_that_read(kind, is_shared,
 # ---- a training state
 
 
-def make(seed=0, plugin_class=None):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 301), nn.Linear(301, 5))
-    booster = Booster(plugin=plugin_class and plugin_class())
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-    booster.backward(model(torch.ones(2, 300)).sum(), optimizer)
-    optimizer.step()
-    return booster, model, optimizer
-
-
 def save_steps(root):
-    booster, model, optimizer = make()
-    for step in (1, 2):
-        booster.save_checkpoint(root, step=step, model=model, optimizer=optimizer)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    """Save the steps 1 and 2, of some MiB, with the values of a step; return these."""
+    run = Run(width=40_000)
+    run.train(1)
+    for run.step in (1, 2):
+        run.save(root)
+    return run.tensors()
+
+
+def load(root, step):
+    run = Run(width=40_000)
+    return run.load(root, step=step).step, run.tensors()
 
 
 def test_a_load_reads_each_byte_once(tmp_path, monkeypatch):
     save_steps(tmp_path)
-    booster, model, optimizer = make(seed=1)
     read, real = [], LocalFile.read_into
 
     def counted(self, target, offset):
@@ -138,7 +132,7 @@ def test_a_load_reads_each_byte_once(tmp_path, monkeypatch):
         real(self, target, offset)
 
     monkeypatch.setattr(LocalFile, "read_into", counted)
-    booster.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    load(tmp_path, "latest")
     manifest = Manifest.read(tmp_path / "step-00000002")
     size = sum(entry.nbytes for entry in manifest.files.values())
     assert size > 4 << 20
@@ -152,12 +146,6 @@ def damage_values(folder, name="optimizer"):
     path.write_bytes(content)
 
 
-def load(root, step, plugin_class=None):
-    booster, model, optimizer = make(seed=1, plugin_class=plugin_class)
-    found = booster.load_checkpoint(root, model=model, optimizer=optimizer, step=step).step
-    return found, {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def test_damage_met_halfway_is_an_error_that_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 1 << 20)
     save_steps(tmp_path)
@@ -166,14 +154,14 @@ def test_damage_met_halfway_is_an_error_that_says_so(tmp_path, monkeypatch):
         r"'optimizer/optimizer-00001-of-00001.safetensors' has the checksum \w+ in bytes \d+ to \d+, and was saved "
         r"with .* partly .*load it with `step=1`"
     )
-    expect_on_ranks(CheckpointError, message, load, 2, str(tmp_path), "latest", ReferencePlugin)
+    expect_on_ranks(CheckpointError, message, load, 2, str(tmp_path), "latest")
 
 
 def test_newest_whole_goes_on_from_damage_met_halfway(tmp_path):
     expected = save_steps(tmp_path)
     damage_values(tmp_path / "step-00000002")
     damage_values(tmp_path / "step-00000002", "model")
-    for step, values in run_on_ranks(load, 2, str(tmp_path), "newest-whole", ReferencePlugin):
+    for step, values in run_on_ranks(load, 2, str(tmp_path), "newest-whole"):
         assert step == 1
         assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
 
