@@ -1,8 +1,10 @@
 """A run that is stopped and resumed equals one that was never stopped."""
 
+import contextlib
 import gc
 import random
 import shutil
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +17,7 @@ from ranked import raises_on_ranks
 from resumable import ResumableRun as Run
 from torch import nn
 
+from booster_checkpoint.load.fill import ShardReader
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.storage import LocalLocation
 from booster_core import Booster
@@ -352,3 +355,41 @@ def reads_of_manifests(root, hosts):
 def test_one_rank_of_each_host_reads_the_manifest(tmp_path):
     save_several(tmp_path, [1])
     assert run_on_ranks(reads_of_manifests, 3, str(tmp_path), (0, 1, 1)) == [(1, 1), (1, 1), (0, 1)]
+
+
+def load_slowly(root):
+    """Load while rank 1 reads its first values for longer than ranks wait for each other in other calls."""
+    run = Run()
+    run.booster.context  # noqa: B018 - made with the launch's limit
+    real, slept = ShardReader.fill, []
+
+    def fill(self, shard, key):
+        if DistCoordinator().rank == 1 and not slept:
+            slept.append(True)
+            time.sleep(6.0)
+        real(self, shard, key)
+
+    run.booster.checkpoint_io._session._timeout_seconds = 60.0
+    with mock.patch.object(ShardReader, "fill", fill), mock.patch.object(DistCoordinator, "timeout_seconds", 2.0):
+        run.load(root)
+    return len(slept)
+
+
+def test_ranks_wait_for_one_that_reads_for_long(tmp_path):
+    run_on_ranks(save_several, 2, str(tmp_path), [2])
+    assert run_on_ranks(load_slowly, 2, str(tmp_path)) == [0, 1]
+
+
+def test_a_large_checkpoint_is_waited_for_longer_and_none_for_ever():
+    session = Booster("cpu").checkpoint_io._session
+    limits = []
+
+    def noted(_, __, *, timeout_seconds):
+        limits.append(timeout_seconds)
+        return contextlib.nullcontext()
+
+    with mock.patch.object(DistCoordinator, "together", noted):
+        for nbytes in (0, 200 << 30):
+            with session.together("save", "path", for_long=True, nbytes=nbytes):
+                pass
+    assert limits == [3600.0, pytest.approx(3600 + (200 << 30) / 20e6)]
