@@ -59,10 +59,8 @@ def test_one_bucket_is_enough(hosts, suffix, file_dtype, tmp_path):
 
 @on_ranks(2)
 def test_columns_take_no_copy(tmp_path):
-    coordinator = DistCoordinator()
     tensors = [(f"t{index}", (2048, 2048), torch.float32) for index in range(3)]
-    adapter = SyntheticAdapter(tensors, "columns", coordinator.rank, coordinator.world_size, states=())
-    adapter.extra = {}
+    adapter = SyntheticAdapter(tensors, "columns", states=(), has_extra=False)
     io = EngineCalls(bucket_bytes=BUCKET)
     with peak_memory(maps_files=True) as saving:
         io.save_model(adapter, tmp_path / "m.safetensors")
