@@ -5,7 +5,6 @@ import errno
 import os
 import re
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -13,13 +12,11 @@ from unittest import mock
 import pytest
 import torch
 from click.testing import CliRunner
-from ranked import on_ranks
 from resumable import ResumableRun as Run
 
 import booster_runtime
 from booster_checkpoint.run import manifest
 from booster_checkpoint.run.manifest import MANIFEST, verify_folder
-from booster_checkpoint.save import in_place
 from booster_checkpoint.storage import LocalLocation
 from booster_core.cli import main
 from booster_core.errors import CheckpointError, CheckpointUnreadableError
@@ -225,53 +222,3 @@ def test_a_root_that_is_a_file_is_an_error(name, tmp_path):
     expect_on_ranks(CheckpointError, "is a file", save_steps, 2, str(tmp_path / name), [1])
     expect_on_ranks(CheckpointError, "There is no checkpoint in", load, 2, str(tmp_path / name), {})
     assert (tmp_path / "file").read_text() == "not a folder"
-
-
-# ---- calls at the wrong time, or on the wrong ranks
-
-
-def slow_writes():
-    """Return a patch under which each rank takes half a second to write."""
-    whole = in_place.write_ranges
-
-    def slowly(*args):
-        paths = whole(*args)
-        time.sleep(0.5)
-        return paths
-
-    return mock.patch.object(in_place, "write_ranges", slowly)
-
-
-@on_ranks(2)
-def test_a_save_while_one_is_in_flight_waits_for_it(tmp_path):
-    root = str(tmp_path)
-    run = Run()
-    kept = {}
-    with slow_writes():
-        for step in (1, 2, 3):
-            run.train(step)
-            kept[step] = run.tensors()
-            run.save(root, use_async=True)
-            assert Path(root).exists()
-        with torch.no_grad():
-            for parameter in run.model.parameters():
-                parameter.zero_()  # the files hold what was there when the save was called
-        run.booster.wait()
-    for step, tensors in kept.items():
-        other = Run()
-        other.load(root, step=step)
-        assert all(torch.equal(other.tensors()[name], tensor) for name, tensor in tensors.items())
-
-
-@on_ranks(2)
-def test_a_load_while_a_save_is_in_flight_gets_what_is_saved(tmp_path):
-    root = str(tmp_path)
-    run = Run()
-    run.train(2)
-    expected = run.tensors()
-    with slow_writes():
-        run.save(root, use_async=True)
-        run.train(4)
-        step = run.load(root).step
-    assert all(torch.equal(run.tensors()[name], tensor) for name, tensor in expected.items())
-    assert step == 2
