@@ -1,6 +1,5 @@
 """Checksums by blocks: what ranks read is verified while they read it, whatever parts of a file each of them reads."""
 
-import itertools
 import json
 import random
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 import xxhash
 from resumable import ResumableRun as Run
+from synthetic_state import parts_of
 
 from booster_checkpoint.files import checksums
 from booster_checkpoint.files.byte_file import ByteFile
@@ -57,17 +57,10 @@ def test_a_manifest_takes_five_megabytes_for_each_tebibyte(tensor_bytes, tmp_pat
     assert (tmp_path / "manifest.json").stat().st_size <= 5_000_000
 
 
-def parts_of_ranks(kind, world_size):
+def boxes_of_ranks(layout, world_size):
     """Return the boxes of the tensor that each rank reads."""
-    rows, columns = SHAPE
-    if kind == "flat":
-        cuts = [rows * columns * rank // world_size for rank in range(world_size + 1)]
-        full = ((0, rows), (0, columns))
-        return [[region.box for region in regions_of(full, (a, b))] for a, b in itertools.pairwise(cuts)]
-    if kind == "columns":
-        cuts = [columns * rank // world_size for rank in range(world_size + 1)]
-        return [[((0, rows), (a, b))] for a, b in itertools.pairwise(cuts)]
-    return [[((0, rows), (0, columns))] for _ in range(world_size)]
+    parts = [parts_of(layout, SHAPE, 0, 0, rank, world_size) for rank in range(world_size)]
+    return [[region.box for box, flat, _ in of_rank for region in regions_of(box, flat)] for of_rank in parts]
 
 
 def read_on(rank_boxes, path, blocks, is_shared):
@@ -88,14 +81,14 @@ def read_on(rank_boxes, path, blocks, is_shared):
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-@pytest.mark.parametrize("kind", ["flat", "columns", "whole"])
-def test_damage_anywhere_is_found_by_one_of_the_ranks_that_read(kind, is_shared, small_blocks, tmp_path):
+@pytest.mark.parametrize("layout", ["flat", "columns", "replicated"])
+def test_damage_anywhere_is_found_by_one_of_the_ranks_that_read(layout, is_shared, small_blocks, tmp_path):
     path, content = tmp_path / "f", bytearray(random.Random(2).randbytes(SIZE))
     path.write_bytes(content)
     blocks = blocks_of_file(locate(path), block_sizes([OFFSET, SIZE - OFFSET - 70, 70]))
     assert sum(block.nbytes for block in blocks) == SIZE
     for world_size in (1, 3, 7):
-        boxes = parts_of_ranks(kind, world_size)
+        boxes = boxes_of_ranks(layout, world_size)
         assert not any(read_on(each, path, blocks, is_shared) for each in boxes)
         for position in range(0, SIZE, 97):
             damaged = bytearray(content)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_calls import EngineCalls
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from synthetic_state import SyntheticAdapter
 
@@ -32,16 +33,9 @@ class HubFiles(AbstractFileSystem):
 
     def ls(self, path, detail=True, **_):
         local = self.folder / Path(self._strip_protocol(path)).relative_to("org/repo")
-        found = sorted(local.iterdir()) if local.is_dir() else [local]
-        if not local.exists():
-            raise FileNotFoundError(path)
         entries = [
-            {
-                "name": f"org/repo/{entry.relative_to(self.folder).as_posix()}",
-                "size": entry.stat().st_size,
-                "type": "directory" if entry.is_dir() else "file",
-            }
-            for entry in found
+            {**entry, "name": f"org/repo/{Path(entry['name']).relative_to(self.folder).as_posix()}"}
+            for entry in LocalFileSystem().ls(local, detail=True)
         ]
         return entries if detail else [entry["name"] for entry in entries]
 
