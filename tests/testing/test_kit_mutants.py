@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import pytest
 from faulty_plugins import FAULTY
 from kit_cases import by_default, slow_cases
 from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 
-from booster_testing import RankError
+from booster_testing import RankError, functions
 from booster_testing.conformance import PluginConformance
+from booster_testing.functions import (
+    test_clips_by_value,
+    test_describe_names_plugin_and_precision,
+    test_invalid_max_norm_raises,
+)
 from booster_testing.pipeline_conformance import PipelineConformance
 
 DRIFT = r"differ between ranks: .*embedding\.weight.* \(ranks 0 and 1\)"
@@ -125,3 +131,22 @@ class TestReferencePipeline(PipelineConformance):
 def test_every_mutant_is_listed():
     listed = {case[0] for case in (*FOUND, *FOUND_IN_PIPELINES)}
     assert listed == FAULTY.keys()
+
+
+# ---- the kit's tests as functions, run with what the fixture ``plugin`` says
+
+__all__ = ["test_clips_by_value", "test_describe_names_plugin_and_precision", "test_invalid_max_norm_raises"]
+
+
+@pytest.fixture
+def plugin():
+    return partial(ReferencePlugin)
+
+
+def test_every_test_of_the_class_is_a_function():
+    assert {name for name in dir(PluginConformance) if name.startswith("test_")} == set(functions.__all__)
+
+
+def test_a_fault_is_found_by_the_function_and_told_first():
+    with pytest.raises(AssertionError, match=r"summed .*, not averaged"):
+        functions.test_equals_one_process(plugin=FAULTY["SumsGradients"], optimizer="sgd")
