@@ -1,6 +1,5 @@
 """Checksums by blocks: what ranks read is verified while they read it, whatever parts of a file each of them reads."""
 
-import itertools
 import json
 import random
 from pathlib import Path
@@ -8,16 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from reference_plugins import ReferencePlugin
-from torch import nn
+from resumable import ResumableRun as Run
+from synthetic_state import parts_of
 
 from booster_checkpoint.files import checksums
 from booster_checkpoint.files.byte_file import ByteFile
-from booster_checkpoint.files.checksums import CheckedReads, block_sizes, blocks_of_file
-from booster_checkpoint.run.manifest import Manifest
+from booster_checkpoint.files.checksums import Block, CheckedReads, block_sizes, blocks_of_file
+from booster_checkpoint.run.manifest import FileEntry, Manifest
 from booster_checkpoint.storage import locate
 from booster_checkpoint.storage.open_file import LocalFile
-from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.state import regions_of
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -48,17 +46,21 @@ def test_blocks_join_small_pieces_and_cut_large_ones(pieces, sizes, small_blocks
     assert block_sizes(pieces) == sizes
 
 
-def parts_of_ranks(kind, world_size):
+@pytest.mark.parametrize("tensor_bytes", [1 << 20, 1 << 28])
+def test_a_manifest_takes_five_megabytes_for_each_tebibyte(tensor_bytes, tmp_path):
+    """1,024 files of a GiB, whatever the size of their tensors."""
+    sizes = block_sizes([4096, *[tensor_bytes] * ((1 << 30) // tensor_bytes)])
+    blocks = tuple(Block(size, f"{index:016x}") for index, size in enumerate(sizes))
+    entry = FileEntry(nbytes=sum(sizes), blocks=blocks)
+    files = {f"model/model-{number:05d}-of-01024.safetensors": entry for number in range(1, 1025)}
+    Manifest(step=1, files=files).write(locate(tmp_path))
+    assert (tmp_path / "manifest.json").stat().st_size <= 5_000_000
+
+
+def boxes_of_ranks(layout, world_size):
     """Return the boxes of the tensor that each rank reads."""
-    rows, columns = SHAPE
-    if kind == "flat":
-        cuts = [rows * columns * rank // world_size for rank in range(world_size + 1)]
-        full = ((0, rows), (0, columns))
-        return [[region.box for region in regions_of(full, (a, b))] for a, b in itertools.pairwise(cuts)]
-    if kind == "columns":
-        cuts = [columns * rank // world_size for rank in range(world_size + 1)]
-        return [[((0, rows), (a, b))] for a, b in itertools.pairwise(cuts)]
-    return [[((0, rows), (0, columns))] for _ in range(world_size)]
+    parts = [parts_of(layout, SHAPE, 0, 0, rank, world_size) for rank in range(world_size)]
+    return [[region.box for box, flat, _ in of_rank for region in regions_of(box, flat)] for of_rank in parts]
 
 
 def read_on(rank_boxes, path, blocks, is_shared):
@@ -79,14 +81,14 @@ def read_on(rank_boxes, path, blocks, is_shared):
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-@pytest.mark.parametrize("kind", ["flat", "columns", "whole"])
-def test_damage_anywhere_is_found_by_one_of_the_ranks_that_read(kind, is_shared, small_blocks, tmp_path):
+@pytest.mark.parametrize("layout", ["flat", "columns", "replicated"])
+def test_damage_anywhere_is_found_by_one_of_the_ranks_that_read(layout, is_shared, small_blocks, tmp_path):
     path, content = tmp_path / "f", bytearray(random.Random(2).randbytes(SIZE))
     path.write_bytes(content)
     blocks = blocks_of_file(locate(path), block_sizes([OFFSET, SIZE - OFFSET - 70, 70]))
     assert sum(block.nbytes for block in blocks) == SIZE
     for world_size in (1, 3, 7):
-        boxes = parts_of_ranks(kind, world_size)
+        boxes = boxes_of_ranks(layout, world_size)
         assert not any(read_on(each, path, blocks, is_shared) for each in boxes)
         for position in range(0, SIZE, 97):
             damaged = bytearray(content)
@@ -100,26 +102,22 @@ def test_damage_anywhere_is_found_by_one_of_the_ranks_that_read(kind, is_shared,
 # ---- a training state
 
 
-def make(seed=0, plugin_class=None):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 301), nn.Linear(301, 5))
-    booster = Booster(plugin=plugin_class and plugin_class())
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-    booster.backward(model(torch.ones(2, 300)).sum(), optimizer)
-    optimizer.step()
-    return booster, model, optimizer
-
-
 def save_steps(root):
-    booster, model, optimizer = make()
-    for step in (1, 2):
-        booster.save_checkpoint(root, step=step, model=model, optimizer=optimizer)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    """Save the steps 1 and 2, of some MiB, with the values of a step; return these."""
+    run = Run(width=40_000)
+    run.train(1)
+    for run.step in (1, 2):
+        run.save(root)
+    return run.tensors()
+
+
+def load(root, step):
+    run = Run(width=40_000)
+    return run.load(root, step=step).step, run.tensors()
 
 
 def test_a_load_reads_each_byte_once(tmp_path, monkeypatch):
     save_steps(tmp_path)
-    booster, model, optimizer = make(seed=1)
     read, real = [], LocalFile.read_into
 
     def counted(self, target, offset):
@@ -127,7 +125,7 @@ def test_a_load_reads_each_byte_once(tmp_path, monkeypatch):
         real(self, target, offset)
 
     monkeypatch.setattr(LocalFile, "read_into", counted)
-    booster.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    load(tmp_path, "latest")
     manifest = Manifest.read(tmp_path / "step-00000002")
     size = sum(entry.nbytes for entry in manifest.files.values())
     assert size > 4 << 20
@@ -141,12 +139,6 @@ def damage_values(folder, name="optimizer"):
     path.write_bytes(content)
 
 
-def load(root, step, plugin_class=None):
-    booster, model, optimizer = make(seed=1, plugin_class=plugin_class)
-    found = booster.load_checkpoint(root, model=model, optimizer=optimizer, step=step).step
-    return found, {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def test_damage_met_halfway_is_an_error_that_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 1 << 20)
     save_steps(tmp_path)
@@ -155,14 +147,14 @@ def test_damage_met_halfway_is_an_error_that_says_so(tmp_path, monkeypatch):
         r"'optimizer/optimizer-00001-of-00001.safetensors' has the checksum \w+ in bytes \d+ to \d+, and was saved "
         r"with .* partly .*load it with `step=1`"
     )
-    expect_on_ranks(CheckpointError, message, load, 2, str(tmp_path), "latest", ReferencePlugin)
+    expect_on_ranks(CheckpointError, message, load, 2, str(tmp_path), "latest")
 
 
 def test_newest_whole_goes_on_from_damage_met_halfway(tmp_path):
     expected = save_steps(tmp_path)
     damage_values(tmp_path / "step-00000002")
     damage_values(tmp_path / "step-00000002", "model")
-    for step, values in run_on_ranks(load, 2, str(tmp_path), "newest-whole", ReferencePlugin):
+    for step, values in run_on_ranks(load, 2, str(tmp_path), "newest-whole"):
         assert step == 1
         assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
 

@@ -1,20 +1,27 @@
-"""What was saved in any layout at any number of ranks is the same loaded in any other. Bytes: test_golden_digests."""
+"""What was saved in any layout at any number of ranks is the same loaded in any other."""
 
+import contextlib
+import errno
 import itertools
+import mmap
+import os
 from pathlib import Path
+from unittest import mock
 
+import pytest
 from engine_calls import EngineCalls, on_hosts
 from matrix import matrix
 from synthetic_state import LAYOUTS, TENSORS, SyntheticAdapter
 
+from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_testing import run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 
 
 def save(folder, layout, num_hosts, use_async, suffix):
     c = DistCoordinator()
     io = EngineCalls(bucket_bytes=1024)
-    adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size)
+    adapter = SyntheticAdapter(TENSORS, layout)
     folder, is_st = Path(folder), suffix == "st"
     with on_hosts([rank % num_hosts for rank in range(c.world_size)]):
         io.save_model(adapter, folder, shard=True, size_per_shard=1, use_safetensors=is_st, use_async=use_async)
@@ -25,9 +32,8 @@ def save(folder, layout, num_hosts, use_async, suffix):
 
 
 def load(folder, layout, num_threads, single):
-    c = DistCoordinator()
     io = EngineCalls(bucket_bytes=1024)
-    adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size, is_filled=False)
+    adapter = SyntheticAdapter(TENSORS, layout, is_filled=False)
     folder = Path(folder)
     model = next(folder.glob("one.*")) if single else folder
     optimizer = folder / "one-optimizer.safetensors" if single else folder
@@ -71,3 +77,34 @@ def test_threads_give_the_same(suffix, tmp_path):
     run_on_ranks(save, 2, str(tmp_path), "flat", 1, False, suffix)
     for results in run_on_ranks(load_all, 2, str(tmp_path), ["columns", "chunks"], 3, False):
         assert all(wrong == [] for wrong, _ in results)
+
+
+# ---- columns are written through a mapping where space can be reserved, and by plain writes where it can't
+
+
+def save_columns(folder, code):
+    """Save where ``posix_fallocate`` fails by a code, if any; return how many mappings are written through."""
+    refusal = contextlib.nullcontext()
+    if code is not None:
+        refusal = mock.patch.object(os, "posix_fallocate", side_effect=OSError(code, os.strerror(code)))
+    with refusal, mock.patch.object(mmap, "mmap", wraps=mmap.mmap) as mappings:
+        for suffix in ("st", "bin"):
+            save(f"{folder}/{suffix}", "columns", 1, False, suffix)
+    return mappings.call_count
+
+
+@pytest.mark.parametrize("code", [None, errno.EOPNOTSUPP, errno.EBADF])
+def test_columns_are_written_through_mappings_of_reserved_space_alone(code, tmp_path):
+    """A write through a mapping that finds the disk full ends the process with SIGBUS; a plain write raises."""
+    assert all((count > 0) == (code is None) for count in run_on_ranks(save_columns, 2, str(tmp_path), code))
+    for suffix in ("st", "bin"):
+        for single in (False, True):
+            for results in run_on_ranks(load_all, 2, str(tmp_path / suffix), ["columns"], 1, single):
+                assert all(wrong == [] for wrong, _ in results)
+
+
+def test_a_disk_without_the_space_is_an_error_that_keeps_the_old_checkpoint(tmp_path):
+    run_on_ranks(save_columns, 2, str(tmp_path), None)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    expect_on_ranks(CheckpointError, "The disk is full", save_columns, 2, str(tmp_path), errno.ENOSPC)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -1,4 +1,7 @@
-"""Saving and loading take at most one bucket of memory above the state, and a copy of it in the background."""
+"""Saving and loading take at most a bucket of memory above the state, a copy in the background, and few open files."""
+
+import resource
+from pathlib import Path
 
 import torch
 from engine_calls import EngineCalls, on_hosts
@@ -7,6 +10,8 @@ from ranked import on_ranks
 from synthetic_state import SyntheticAdapter
 from torch import nn
 
+from booster_checkpoint import ModelPart
+from booster_checkpoint.files.names import FileNames
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import peak_memory
@@ -54,10 +59,8 @@ def test_one_bucket_is_enough(hosts, suffix, file_dtype, tmp_path):
 
 @on_ranks(2)
 def test_columns_take_no_copy(tmp_path):
-    coordinator = DistCoordinator()
     tensors = [(f"t{index}", (2048, 2048), torch.float32) for index in range(3)]
-    adapter = SyntheticAdapter(tensors, "columns", coordinator.rank, coordinator.world_size, states=())
-    adapter.extra = {}
+    adapter = SyntheticAdapter(tensors, "columns", states=(), has_extra=False)
     io = EngineCalls(bucket_bytes=BUCKET)
     with peak_memory(maps_files=True) as saving:
         io.save_model(adapter, tmp_path / "m.safetensors")
@@ -85,3 +88,23 @@ def test_the_background_takes_one_copy(tmp_path):
     owned = sum(shard.data.nbytes for shard in adapter.model_shards() if shard.is_owner)
     more = saving.peak_bytes - owned
     assert more <= BUCKET + SLACK
+
+
+@on_ranks(1)
+def test_few_files_are_open_however_many_a_checkpoint_has(tmp_path):
+    model = nn.ParameterList([nn.Parameter(torch.full((64,), float(index))) for index in range(500)])
+    adapter, io = ReplicatedStateAdapter(model, None, DistCoordinator()), EngineCalls()
+    used = len([*Path("/proc/self/fd").iterdir()])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 48, hard))
+    try:
+        io.write_folder("save", tmp_path, [ModelPart(adapter, FileNames(base="model"), max_bytes=256)])
+        assert len(list(tmp_path.glob("*.safetensors"))) == 500
+        with torch.no_grad():
+            for parameter in model:
+                parameter.zero_()
+        io.load_model(adapter, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(bool((parameter == index).all()) for index, parameter in enumerate(model))
+    assert len([*Path("/proc/self/fd").iterdir()]) <= used + 1

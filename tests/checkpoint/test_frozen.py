@@ -2,37 +2,25 @@
 
 import pytest
 import torch
+from synthetic_state import parts_of
 from torch import nn
 
 from booster_checkpoint.run.frozen import check_frozen, frozen_part
 from booster_core import Booster
 from booster_core.errors import CheckpointError
-from booster_core.state import ModelView, Replica, ReplicatedStateAdapter, TensorShard
+from booster_core.state import ModelView, Replica, ReplicatedStateAdapter, TensorShard, slices_of
 
 
 class Cut(ModelView):
-    """Shows tensors as the shards of several ranks, all of which are here."""
+    """Shows tensors as the shards of four ranks, all of which are here: boxes of columns, each in two flat ranges."""
 
     def model_shards(self):
         for shard in self.inner.model_shards():
-            rows, whole = shard.global_shape[0], shard.data
-            for start, stop in ((0, 1), (1, rows)):  # boxes of columns and rows, the last of them in two flat ranges
-                part = whole[start:stop, 1:].contiguous()
-                parts = (
-                    {None: part} if start == 0 else {(0, 5): part.view(-1)[:5], (5, part.numel()): part.view(-1)[5:]}
-                )
-                box = ((start, stop), (1, shard.global_shape[1]))
-                for flat, data in parts.items():
-                    yield TensorShard(
-                        name=shard.name,
-                        global_shape=shard.global_shape,
-                        dtype=shard.dtype,
-                        box=box,
-                        flat=flat,
-                        data=data,
-                    )
-            box, data = ((0, rows), (0, 1)), whole[:, :1].contiguous()
-            yield TensorShard(name=shard.name, global_shape=shard.global_shape, dtype=shard.dtype, box=box, data=data)
+            about = {"name": shard.name, "global_shape": shard.global_shape, "dtype": shard.dtype}
+            for rank in range(4):
+                for box, flat, _ in parts_of("columns_flat", shard.global_shape, 0, 0, rank, 4):
+                    data = shard.data[slices_of(box)].reshape(-1)[slice(*flat)]
+                    yield TensorShard(**about, box=box, flat=flat, data=data)
 
 
 def make(dtype=torch.float32, change=lambda _: None):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_calls import EngineCalls
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from synthetic_state import SyntheticAdapter
 
@@ -32,16 +33,9 @@ class HubFiles(AbstractFileSystem):
 
     def ls(self, path, detail=True, **_):
         local = self.folder / Path(self._strip_protocol(path)).relative_to("org/repo")
-        found = sorted(local.iterdir()) if local.is_dir() else [local]
-        if not local.exists():
-            raise FileNotFoundError(path)
         entries = [
-            {
-                "name": f"org/repo/{entry.relative_to(self.folder).as_posix()}",
-                "size": entry.stat().st_size,
-                "type": "directory" if entry.is_dir() else "file",
-            }
-            for entry in found
+            {**entry, "name": f"org/repo/{Path(entry['name']).relative_to(self.folder).as_posix()}"}
+            for entry in LocalFileSystem().ls(local, detail=True)
         ]
         return entries if detail else [entry["name"] for entry in entries]
 
@@ -52,8 +46,7 @@ class HubFiles(AbstractFileSystem):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A repository with a model in three files, the same as a .bin, another model and an optimizer."""
-    adapter = SyntheticAdapter(TENSORS, "replicated", 0, 1)
-    adapter.extra = {}
+    adapter = SyntheticAdapter(TENSORS, "replicated", has_extra=False)
     io = EngineCalls()
     io.save_model(adapter, tmp_path, shard=True, size_per_shard=2)
     io.save_optimizer(adapter, tmp_path, shard=True, size_per_shard=2)
@@ -75,8 +68,7 @@ def by_file(ranges):
 
 
 def test_only_the_index_and_the_files_of_the_model_are_read(hub):
-    fresh = SyntheticAdapter(TENSORS, "replicated", 0, 1, states=(), is_filled=False)
-    fresh.extra = {}
+    fresh = SyntheticAdapter(TENSORS, "replicated", states=(), is_filled=False, has_extra=False)
     EngineCalls().load_model(fresh, "hf://org/repo")
     assert fresh.wrong() == []
     read = by_file(hub.ranges)
@@ -89,8 +81,7 @@ def test_only_the_index_and_the_files_of_the_model_are_read(hub):
 def test_a_rank_reads_only_files_and_ranges_of_its_stage(hub):
     """Of three files, a pipeline stage that has the last tensor reads the values of one, and heads of the others."""
     tensors = TENSORS[4:]
-    fresh = SyntheticAdapter(tensors, "replicated", 0, 1, states=(), is_filled=False)
-    fresh.extra = {}
+    fresh = SyntheticAdapter(tensors, "replicated", states=(), is_filled=False, has_extra=False)
     EngineCalls().load_model(fresh, "hf://org/repo", strict=False)
     assert fresh.wrong() == []
     read = by_file(hub.ranges)
@@ -101,7 +92,7 @@ def test_a_rank_reads_only_files_and_ranges_of_its_stage(hub):
 
 def test_an_id_without_the_scheme_is_told_of(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    fresh = SyntheticAdapter(TENSORS[:1], "replicated", 0, 1, states=(), is_filled=False)
+    fresh = SyntheticAdapter(TENSORS[:1], "replicated", states=(), is_filled=False)
     with pytest.raises(CheckpointAbsentError, match="pass 'hf://org/repo'"):
         EngineCalls().load_model(fresh, "org/repo")
     (tmp_path / "org").mkdir()

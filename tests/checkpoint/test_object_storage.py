@@ -169,7 +169,7 @@ def test_a_part_that_fails(kind, error, number, s3, storage, monkeypatch):
 
 
 @pytest.mark.parametrize("nbytes", [10, 8 * MIB])
-def test_a_file_that_is_discarded(nbytes, s3, storage):
+def test_a_file_that_is_discarded_or_lacks_bytes_is_not_visible(nbytes, s3, storage):
     url = f"{BUCKET}/discarded-{nbytes}"
     stream = storage.open_write(url, nbytes)
     stream.write(memoryview(bytes(nbytes)))
@@ -177,21 +177,16 @@ def test_a_file_that_is_discarded(nbytes, s3, storage):
         stream.write(memoryview(b"1"))
     stream.discard()
     assert storage.size(url) is None
-    assert s3.uploads() == []
-    write(storage, url, b"whole")
-    stream.discard()
-    assert storage.read_whole(url) == b"whole"
-
-
-@pytest.mark.parametrize("nbytes", [10, 8 * MIB])
-def test_a_file_that_lacks_bytes_is_not_made_visible(nbytes, storage):
-    url = f"{BUCKET}/lacking-{nbytes}"
     stream = storage.open_write(url, nbytes)
     stream.write(memoryview(bytes(nbytes - 1)))
     with pytest.raises(CheckpointError, match="1 bytes of a file are missing"):
         stream.close()
     stream.discard()
     assert storage.size(url) is None
+    assert s3.uploads() == []
+    write(storage, url, b"whole")
+    stream.discard()
+    assert storage.read_whole(url) == b"whole"
 
 
 def test_what_is_absent_while_it_is_written_is_no_answer(s3, storage):
@@ -216,15 +211,6 @@ def test_deletes_are_tried_again(kind, s3, storage):
     storage.remove(base)
     assert [fault.times for fault in s3.faults] == [0]
     assert storage.list(base) == {}
-
-
-@pytest.mark.parametrize("kind", ["cut request", "lost answer"])
-def test_deletes_that_fail_for_long_are_an_error(kind, s3, storage, monkeypatch):
-    monkeypatch.setattr(obstore_storage, "_PAUSES", (0.0, 0.0))
-    write(storage, f"{BUCKET}/stays/a", b"1")
-    s3.faults = [Fault("POST", "delete", kind, 10**6)]
-    with pytest.raises(StorageUnreachableError, match="could not be removed"):
-        locate(f"{BUCKET}/stays").remove()
 
 
 # ---- ranges

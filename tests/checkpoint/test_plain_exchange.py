@@ -7,7 +7,8 @@ from torch import nn
 from booster_checkpoint import CheckpointEngine
 from booster_core import Booster
 from booster_core.plain_checkpoint_io import PlainCheckpointIO
-from booster_core.state import NamedTensors
+from booster_core.state import NamedTensors, as_bytes
+from booster_testing.models import TinyStateful
 
 ENGINES = {"plain": PlainCheckpointIO, "files": CheckpointEngine}
 DTYPES = [
@@ -23,70 +24,56 @@ DTYPES = [
 ]
 
 
-class Many(nn.Module):
-    """Buffers of every kind, tied weights, extra state, a large and an empty tensor."""
+class Many(TinyStateful):
+    """Has buffers of every kind, a large, an empty and a tied parameter besides running statistics and extra state."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(12))
-        self.layers[11].weight = self.layers[2].weight
         for index, dtype in enumerate(DTYPES):
             self.register_buffer(f"kind{index}", (torch.randn(3, 5) * 10).to(dtype))
         self.large = nn.Parameter(torch.randn(700, 500))
+        self.again = self.embedding
         self.register_buffer("empty", torch.zeros(0, 4))
         self.register_buffer("scalar", torch.tensor(2.5))
-        self.state = {"names": ["a"], 3: torch.randn(2), "nan": float("nan")}
 
-    def get_extra_state(self):
-        return self.state
-
-    def set_extra_state(self, state):
-        self.state = state
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x + self.large.sum()
+    def forward(self, tokens):
+        return super().forward(tokens) + self.large.sum()
 
 
 class Run:
     """A run that saves by one of the engines."""
 
-    def __init__(self, engine, seed, steps=0):
+    def __init__(self, engine, seed, steps):
         torch.manual_seed(seed)
         self.booster = Booster("cpu")
         self.booster.checkpoint_io = ENGINES[engine](self.booster.plugin, self.booster.context)
         self.own = Many()
         groups = [
-            {"params": [*self.own.layers.parameters()], "lr": 0.1},
+            {"params": [each for name, each in self.own.named_parameters() if name != "large"], "lr": 0.1},
             {"params": [self.own.large], "weight_decay": 0.5, "betas": (0.8, 0.9)},
         ]
         optimizer = torch.optim.AdamW(groups, lr=0.01, amsgrad=True)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         self.model, self.optimizer, *_, self.scheduler = self.booster.boost(self.own, optimizer, lr_scheduler=scheduler)
         for _ in range(steps):
-            self.booster.backward(self.model(torch.randn(2, 6)).square().mean(), self.optimizer)
+            self.booster.backward(self.model(torch.randint(16, (2, 6))).square().mean(), self.optimizer)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.scheduler.step()
 
-    def objects(self):
-        return {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
-
     def bits(self):
         """Return all tensors as bytes, and everything else."""
-        tensors = {name: as_bits(tensor) for name, tensor in NamedTensors.of(self.own).tensors.items()}
         optimizer = self.optimizer.state_dict()
         state = {
             position: {name: as_bits(value) for name, value in states.items()}
             for position, states in optimizer["state"].items()
         }
-        extra = as_bits(self.own.state[3]), self.own.state["names"], str(self.own.state["nan"])
-        return tensors, state, optimizer["param_groups"], self.scheduler.state_dict(), extra
+        tensors = {name: as_bits(tensor) for name, tensor in NamedTensors.of(self.own).tensors.items()}
+        return tensors, state, optimizer["param_groups"], self.scheduler.state_dict(), self.own.counter.count
 
 
 def as_bits(tensor):
-    return tensor.dtype, tuple(tensor.shape), bytes(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+    return tensor.dtype, tuple(tensor.shape), bytes(as_bytes(tensor.detach().contiguous()))
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("plain", "files"), ("files", "plain")])

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from engine_calls import EngineCalls
+from engine_calls import load_module as load
+from engine_calls import save_module
 from safetensors.torch import load_file, save_file
 
 from booster_checkpoint import CheckpointEngine
@@ -12,8 +13,7 @@ from booster_checkpoint.load.source import open_source
 from booster_checkpoint.storage import locate
 from booster_checkpoint.tools.convert import convert
 from booster_core.errors import CheckpointError
-from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state import ReplicatedStateAdapter, TensorShard, slices_of
+from booster_core.state import TensorShard, slices_of
 
 transformers = pytest.importorskip("transformers", "5.20", reason="earlier ones dequantize less")
 pytest.importorskip("accelerate", reason="transformers reads FP8 with it")
@@ -25,11 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.usefixtures("transformers_leaves_nothing"),
 ]
-
-
-def load(model, folder, **options):
-    adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    return EngineCalls().load_model(adapter, folder, module=model, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -163,11 +158,6 @@ def test_a_folder_is_converted_to_bf16(family, tmp_path):
     assert_same(loaded.state_dict(), read_by_transformers(family, tmp_path / "release", torch.bfloat16))
 
 
-def save(model, folder):
-    adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    EngineCalls().save_model(adapter, folder, shard=True, module=model)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_written_in_its_own_format(family, tmp_path):
     """Its configuration is that of the release; also where transformers has read the weights."""
@@ -178,7 +168,7 @@ def test_a_model_is_written_in_its_own_format(family, tmp_path):
     load(model, tmp_path / "release")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "release", dtype=torch.bfloat16)
     for name, each in (("ours", model), ("theirs", theirs)):
-        save(each, tmp_path / name)
+        save_module(each, tmp_path / name, shard=True)
         assert "quantization_config" not in json.loads((tmp_path / name / "config.json").read_text())
         assert {tensor.dtype for tensor in tensors_in(tmp_path / name).values()} == {torch.bfloat16}
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")

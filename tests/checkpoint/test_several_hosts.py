@@ -35,8 +35,7 @@ TENSORS = [
 
 
 def adapter_of(layout, **options):
-    c = DistCoordinator()
-    return SyntheticAdapter(TENSORS, layout, c.rank, c.world_size, **options)
+    return SyntheticAdapter(TENSORS, layout, **options)
 
 
 def parts_of(adapter):
@@ -224,8 +223,7 @@ class OneStage(SyntheticAdapter):
 
 
 def save_staged(folder, hosts):
-    c = DistCoordinator()
-    adapter = OneStage(TENSORS, "columns", c.rank, c.world_size)
+    adapter = OneStage(TENSORS, "columns")
     with on_hosts(hosts):
         io = EngineCalls(bucket_bytes=1024)
         io.write_folder("save", Path(folder), parts_of(adapter))

@@ -1,11 +1,13 @@
-"""The adapter for replicated state: names, ties, ownership, and the state of every optimizer that torch has."""
+"""The adapter for replicated state: names, ties, ownership, and the state of every optimizer and scheduler of torch."""
 
 import copy
+import json
 
 import pytest
 import torch
 from engine_calls import EngineCalls
 from torch import nn
+from torch.optim import lr_scheduler as lrs
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import ModelWrapper, OptimizerWrapper
@@ -211,6 +213,22 @@ def test_masters_become_parameters_where_there_are_none(tmp_path):
     assert not plain.state
 
 
+def test_fp32_state_of_bf16_parameters_stays_fp32(tmp_path):
+    """As Adafactor of transformers keeps it."""
+    runs = []
+    for value in (1 / 3, 0.0):
+        model = nn.Linear(3, 2).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"momentum": torch.full(parameter.shape, value)}
+        runs.append(adapter_of(model, optimizer))
+    io = EngineCalls()
+    io.save_optimizer(runs[0], tmp_path / "o", shard=True)
+    io.load_optimizer(runs[1], tmp_path / "o")
+    for state in optimizer.state.values():
+        assert torch.equal(state["momentum"], torch.full(state["momentum"].shape, 1 / 3))
+
+
 def test_state_that_has_no_json_form_is_named(tmp_path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -239,3 +257,66 @@ def test_tensors_of_any_strides(layout, tmp_path):
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(other.stripe, model.stripe)
     assert other.weight.stride() == model.weight.stride()
+
+
+# ---- learning rate schedulers of every kind go on from their JSON as if never interrupted
+
+SCHEDULERS = {
+    "StepLR": lambda o: lrs.StepLR(o, 2),
+    "MultiStepLR": lambda o: lrs.MultiStepLR(o, [2, 4, 4]),
+    "LambdaLR": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
+    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 7),
+    "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.5, total_steps=20),
+    "CyclicLR": lambda o: lrs.CyclicLR(o, 0.01, 0.1, step_size_up=3, cycle_momentum=False),
+    "SequentialLR": lambda o: lrs.SequentialLR(o, [lrs.LinearLR(o), lrs.ExponentialLR(o, 0.9)], [3]),
+    "ReduceLROnPlateau": lambda o: lrs.ReduceLROnPlateau(o, patience=1),
+    "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+}
+
+
+def scheduled(kind):
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    return optimizer, SCHEDULERS[kind](optimizer)
+
+
+def advance(optimizer, scheduler, steps):
+    rates = []
+    for _ in range(steps):
+        optimizer.step()
+        if isinstance(scheduler, lrs.ReduceLROnPlateau):
+            scheduler.step(1.0)
+        else:
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_loaded_scheduler_goes_on(kind, tmp_path):
+    io = EngineCalls()
+    optimizer, scheduler = scheduled(kind)
+    advance(optimizer, scheduler, 3)
+    io.save_lr_scheduler(scheduler, tmp_path / "s.json")
+    rate = optimizer.param_groups[0]["lr"]
+    expected = advance(optimizer, scheduler, 5)
+    json.loads((tmp_path / "s.json").read_text(), parse_constant=pytest.fail)
+
+    optimizer, scheduler = scheduled(kind)
+    io.load_lr_scheduler(scheduler, tmp_path / "s.json")
+    optimizer.param_groups[0]["lr"] = rate  # which the optimizer's own checkpoint holds
+    assert advance(optimizer, scheduler, 5) == expected
+
+
+def test_the_state_of_another_kind_is_refused(tmp_path):
+    io = EngineCalls()
+    io.save_lr_scheduler(scheduled("StepLR")[1], tmp_path / "s.json")
+    with pytest.raises(CheckpointError, match="holds the state of a StepLR; this scheduler is a LambdaLR"):
+        io.load_lr_scheduler(scheduled("LambdaLR")[1], tmp_path / "s.json")
+
+
+@pytest.mark.parametrize(("content", "match"), [("{", "is not valid JSON"), ("[]", "does not hold a learning rate")])
+def test_other_files_are_refused(content, match, tmp_path):
+    (tmp_path / "s.json").write_text(content)
+    with pytest.raises(CheckpointError, match=match):
+        EngineCalls().load_lr_scheduler(scheduled("StepLR")[1], tmp_path / "s.json")

@@ -3,21 +3,22 @@
 import contextlib
 import errno
 import os
+import re
 import shutil
-import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from ranked import on_ranks
+from click.testing import CliRunner
 from resumable import ResumableRun as Run
 
 import booster_runtime
 from booster_checkpoint.run import manifest
-from booster_checkpoint.run.manifest import verify_folder
-from booster_checkpoint.save import in_place
+from booster_checkpoint.run.manifest import MANIFEST, verify_folder
 from booster_checkpoint.storage import LocalLocation
+from booster_core.cli import main
 from booster_core.errors import CheckpointError, CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -31,6 +32,7 @@ FILES = [
     "training_state.json",
     "training_state.safetensors",
 ]
+LATEST, PARTS = "step-00000006", ("model", "optimizer")
 
 
 def save_steps(root, numbers, width=32):
@@ -68,38 +70,44 @@ def root(two_steps, tmp_path):
 # ---- what lies on the disk is damaged
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_in_any_file_is_named_with_the_step_to_load(name, root):
-    flip_bit(root / "step-00000006" / name)
-    message = rf"'{name}' has the checksum .* The newest older step that is whole is 3: load it with `step=3`\."
-    expect_on_ranks(CheckpointError, message, load, 2, str(root), {})
+def cut(path, end):
+    path.write_bytes(path.read_bytes()[:end])
+
+
+def edit_step(path):
+    path.write_text(path.read_text().replace('"step": 6', '"step": 7'))
+
+
+DAMAGE = {  # what is done to a file of a step, and what is said of it
+    **{f"flipped {name}": (name, flip_bit, f"'{name}' has the checksum") for name in FILES},
+    "truncated": (FILES[0], partial(cut, end=-8), rf"'{FILES[0]}' has \d+ bytes, and was saved with \d+"),
+    "missing": (FILES[4], Path.unlink, f"'{FILES[4]}' cannot be found"),
+    **{f"manifest up to {end}": (MANIFEST, partial(cut, end=end), r"manifest\.json'") for end in (0, 200, -3)},
+    "edited manifest": (MANIFEST, edit_step, "not what its own checksum says"),
+    "no latest step": ("", shutil.rmtree, "step-00000006"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named_with_the_step_to_load_and_by_inspect(name, root):
+    file, spoil, message = DAMAGE[name]
+    spoil(root / LATEST / file)
+    expect_on_ranks(CheckpointError, f"(?s){message}.*load it with `step=3`", load, 2, str(root), {})
     assert run_on_ranks(load, 2, str(root), {"step": 3}) == [3, 3]
+    for path in (root, root / LATEST) if file else (root,):
+        shown = CliRunner().invoke(main, ["inspect", "--check", str(path)])
+        assert shown.exit_code == 1
+        assert re.search(message, shown.output)
+    if name == f"flipped {FILES[0]}":  # from below the manifest, too
+        outputs = [CliRunner().invoke(main, ["inspect", "--check", str(root / LATEST / part)]).output for part in PARTS]
+        assert [bool(re.search(message, output)) for output in outputs] == [True, False]
 
 
-def test_without_verify_contents_are_taken_as_they_are(root):
-    flip_bit(root / "step-00000006" / FILES[0])
+def test_without_verify_contents_are_taken_as_they_are_but_not_their_size(root):
+    flip_bit(root / LATEST / FILES[0])
     assert run_on_ranks(load, 2, str(root), {"verify": False}) == [6, 6]
-
-
-@pytest.mark.parametrize("verify", [False, True])
-def test_a_truncated_file_is_found_by_its_size(verify, root):
-    path = root / "step-00000006" / FILES[0]
-    path.write_bytes(path.read_bytes()[:-8])
-    message = rf"'{FILES[0]}' has \d+ bytes, and was saved with \d+.*`step=3`"
-    expect_on_ranks(CheckpointError, message, load, 2, str(root), {"verify": verify})
-
-
-@pytest.mark.parametrize("name", FILES[4:6])
-def test_a_missing_file_is_named(name, root):
-    (root / "step-00000006" / name).unlink()
-    expect_on_ranks(CheckpointError, f"'{name}' cannot be found.*`step=3`", load, 2, str(root), {})
-
-
-@pytest.mark.parametrize("cut", [0, 200, -3])
-def test_a_truncated_manifest_is_named(cut, root):
-    path = root / "step-00000006" / "manifest.json"
-    path.write_bytes(path.read_bytes()[:cut])
-    expect_on_ranks(CheckpointError, r"manifest\.json'.*`step=3`", load, 2, str(root), {})
+    cut(root / LATEST / FILES[0], -8)
+    expect_on_ranks(CheckpointError, "has .* bytes, and was saved with", load, 2, str(root), {"verify": False})
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"step-00000009\n", b"../elsewhere\n"])
@@ -111,27 +119,15 @@ def test_a_file_latest_that_names_no_step_is_an_error(content, root):
 # ---- a run that restarts by itself goes back to the newest step that is whole
 
 
-def damage_manifest(root):
-    (root / "step-00000006" / "manifest.json").write_bytes(b"{")
-
-
-def damage_latest(root):
-    (root / "latest").write_bytes(b"\xff")
-
-
-def remove_latest_step(root):
-    shutil.rmtree(root / "step-00000006")
-
-
 @pytest.mark.parametrize(
     ("damage", "step"),
     [
         (lambda root: None, 6),
-        (lambda root: flip_bit(root / "step-00000006" / FILES[0]), 3),
-        (lambda root: (root / "step-00000006" / FILES[-2]).unlink(), 3),
-        (damage_manifest, 3),
-        (damage_latest, 6),
-        (remove_latest_step, 3),
+        (lambda root: flip_bit(root / LATEST / FILES[0]), 3),
+        (lambda root: (root / LATEST / FILES[-2]).unlink(), 3),
+        (lambda root: (root / LATEST / MANIFEST).write_bytes(b"{"), 3),
+        (lambda root: (root / "latest").write_bytes(b"\xff"), 6),
+        (lambda root: shutil.rmtree(root / LATEST), 3),
     ],
     ids=["none", "bit", "missing", "manifest", "latest", "step"],
 )
@@ -153,7 +149,7 @@ def test_an_older_step_that_cannot_be_read_stops_no_run(root, monkeypatch):
 
 
 def test_newest_whole_says_what_it_leaves_out(root, caplog):
-    flip_bit(root / "step-00000006" / FILES[0])
+    flip_bit(root / LATEST / FILES[0])
     assert load(root, {"step": "newest-whole"}) == 3
     assert f"'{FILES[0]}' has the checksum" in caplog.text
     assert "Trying 'step-00000003' instead." in caplog.text
@@ -194,7 +190,7 @@ def load_and_compare(root):
 
 
 def test_a_damaged_step_changes_nothing(root):
-    flip_bit(root / "step-00000006" / FILES[-1])
+    flip_bit(root / LATEST / FILES[-1])
     run_on_ranks(load_and_compare, 2, str(root))
 
 
@@ -226,53 +222,3 @@ def test_a_root_that_is_a_file_is_an_error(name, tmp_path):
     expect_on_ranks(CheckpointError, "is a file", save_steps, 2, str(tmp_path / name), [1])
     expect_on_ranks(CheckpointError, "There is no checkpoint in", load, 2, str(tmp_path / name), {})
     assert (tmp_path / "file").read_text() == "not a folder"
-
-
-# ---- calls at the wrong time, or on the wrong ranks
-
-
-def slow_writes():
-    """Return a patch under which each rank takes half a second to write."""
-    whole = in_place.write_ranges
-
-    def slowly(*args):
-        paths = whole(*args)
-        time.sleep(0.5)
-        return paths
-
-    return mock.patch.object(in_place, "write_ranges", slowly)
-
-
-@on_ranks(2)
-def test_a_save_while_one_is_in_flight_waits_for_it(tmp_path):
-    root = str(tmp_path)
-    run = Run()
-    kept = {}
-    with slow_writes():
-        for step in (1, 2, 3):
-            run.train(step)
-            kept[step] = run.tensors()
-            run.save(root, use_async=True)
-            assert Path(root).exists()
-        with torch.no_grad():
-            for parameter in run.model.parameters():
-                parameter.zero_()  # the files hold what was there when the save was called
-        run.booster.wait()
-    for step, tensors in kept.items():
-        other = Run()
-        other.load(root, step=step)
-        assert all(torch.equal(other.tensors()[name], tensor) for name, tensor in tensors.items())
-
-
-@on_ranks(2)
-def test_a_load_while_a_save_is_in_flight_gets_what_is_saved(tmp_path):
-    root = str(tmp_path)
-    run = Run()
-    run.train(2)
-    expected = run.tensors()
-    with slow_writes():
-        run.save(root, use_async=True)
-        run.train(4)
-        step = run.load(root).step
-    assert all(torch.equal(run.tensors()[name], tensor) for name, tensor in expected.items())
-    assert step == 2

@@ -1,7 +1,10 @@
 """A run that is stopped and resumed equals one that was never stopped."""
 
+import contextlib
 import gc
 import random
+import shutil
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +17,7 @@ from ranked import raises_on_ranks
 from resumable import ResumableRun as Run
 from torch import nn
 
+from booster_checkpoint.load.fill import ShardReader
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.storage import LocalLocation
 from booster_core import Booster
@@ -70,6 +74,25 @@ def test_a_resumed_run_equals_an_uninterrupted_one(world_size, options, save_opt
         assert start == step
         assert later == losses[step:]
         assert all(torch.equal(tensors[name], restored[name]) for name in tensors)
+
+
+def test_a_step_of_format_4_that_was_written_long_ago_loads_and_is_written_alike(tmp_path):
+    """The archive has what `Run(width=4)` saved after three steps. It stays where the format changes."""
+    shutil.unpack_archive(Path(__file__).with_name("run_of_format_4.zip"), tmp_path / "old")
+    run, whole = Run(width=4, seed=9), Run(width=4)
+    loaded = run.load(tmp_path / "old")
+    assert (loaded.step, loaded.extra["note"], run.scheduler.last_epoch) == (3, "ü", 3)
+    assert run.optimizer.param_groups[0]["lr"] == run.scheduler.get_last_lr()[0] < 0.01
+    run.save(tmp_path / "new", extra=loaded.extra)
+    old = tmp_path / "old" / "step-00000003"
+    for pattern, number in (("*.safetensors", 3), ("*.index.json", 2)):
+        paths = [path.relative_to(old) for path in old.rglob(pattern)]
+        assert len(paths) == number
+        for path in paths:
+            assert (tmp_path / "new" / old.name / path).read_bytes() == (old / path).read_bytes(), path
+    run.train(6)
+    whole.train(6)
+    assert run.seen == whole.seen[6:]
 
 
 @matrix(
@@ -332,3 +355,41 @@ def reads_of_manifests(root, hosts):
 def test_one_rank_of_each_host_reads_the_manifest(tmp_path):
     save_several(tmp_path, [1])
     assert run_on_ranks(reads_of_manifests, 3, str(tmp_path), (0, 1, 1)) == [(1, 1), (1, 1), (0, 1)]
+
+
+def load_slowly(root):
+    """Load while rank 1 reads its first values for longer than ranks wait for each other in other calls."""
+    run = Run()
+    run.booster.context  # noqa: B018 - made with the launch's limit
+    real, slept = ShardReader.fill, []
+
+    def fill(self, shard, key):
+        if DistCoordinator().rank == 1 and not slept:
+            slept.append(True)
+            time.sleep(6.0)
+        real(self, shard, key)
+
+    run.booster.checkpoint_io._session._timeout_seconds = 60.0
+    with mock.patch.object(ShardReader, "fill", fill), mock.patch.object(DistCoordinator, "timeout_seconds", 2.0):
+        run.load(root)
+    return len(slept)
+
+
+def test_ranks_wait_for_one_that_reads_for_long(tmp_path):
+    run_on_ranks(save_several, 2, str(tmp_path), [2])
+    assert run_on_ranks(load_slowly, 2, str(tmp_path)) == [0, 1]
+
+
+def test_a_large_checkpoint_is_waited_for_longer_and_none_for_ever():
+    session = Booster("cpu").checkpoint_io._session
+    limits = []
+
+    def noted(_, __, *, timeout_seconds):
+        limits.append(timeout_seconds)
+        return contextlib.nullcontext()
+
+    with mock.patch.object(DistCoordinator, "together", noted):
+        for nbytes in (0, 200 << 30):
+            with session.together("save", "path", for_long=True, nbytes=nbytes):
+                pass
+    assert limits == [3600.0, pytest.approx(3600 + (200 << 30) / 20e6)]

@@ -1,15 +1,14 @@
-"""The DDP plugin: options, compression hooks, unused parameters, buffers and `no_sync`."""
+"""The DDP plugin: options, compression hooks, unused parameters, buffers, and sparse gradients."""
 
 import contextlib
 import gc
-import warnings
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
+from cases import Case, Setting, assert_equals_one_process, noise, own_loss, train_boosted, train_plainly
 from driven_runs import assert_same_loop
 from free_ports import free_port
 from ranked import on_ranks, raises_on_ranks
@@ -22,7 +21,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_ddp.plugin import check_sync_batchnorm
 from booster_runtime import collectives
 from booster_testing import RankError, run_on_ranks
-from booster_testing.compare import EXACT, Tolerance, assert_same_tensors, tolerance_for
+from booster_testing.compare import EXACT, Tolerance, assert_same_tensors
 from booster_testing.models import TinyMLP
 
 
@@ -33,16 +32,20 @@ def boost(model, lr=0.1, precision=None, **options):
     return booster, boosted.model, boosted.optimizer
 
 
-def rows(number, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
+ROWS = noise(4, 8)
+CASE = Case(build=TinyMLP, batch=ROWS, steps=4, max_norm=None)
 
 
 def batch(step):
     """Return this rank's samples."""
-    return rows(step, dist.get_rank())
+    return ROWS(step, dist.get_rank())
 
 
-CASE = Case(build=TinyMLP, batch=rows, steps=4, max_norm=None)
+def train(model, optimizer, steps=3):
+    for step in range(steps):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -174,30 +177,19 @@ def test_sync_batchnorm_refuses_what_torch_would_not_replace():
     check_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8), nn.SyncBatchNorm(8)))
 
 
-def keeps_buffers_apart(by_hand, **options):
+@pytest.mark.parametrize("search", [None, False])
+@on_ranks(2)
+def test_broadcast_buffers_false_keeps_buffers_rank_local(search):
     torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
     model.register_buffer("scale", torch.rand(8))
-    if by_hand:
-        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-        wrapped = DistributedDataParallel(model, broadcast_buffers=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    else:
-        _, wrapped, optimizer = boost(model, broadcast_buffers=False, **options)
+    scale, alone = model.scale.clone(), nn.BatchNorm1d(8)
+    _, boosted, optimizer = boost(model, broadcast_buffers=False, find_unused_parameters=search)
+    train(boosted, optimizer)
     for step in range(3):
-        wrapped(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("asked", [None, False])
-def test_broadcast_buffers_false_keeps_buffers_rank_local(asked):
-    expected = run_on_ranks(keeps_buffers_apart, 2, by_hand=True)
-    assert not torch.equal(expected[0]["scale"], expected[1]["scale"])
-    found = run_on_ranks(keeps_buffers_apart, 2, by_hand=False, find_unused_parameters=asked)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_same_tensors(ours, theirs, tolerance_for(torch.float32))
+        alone(batch(step))
+    assert torch.equal(model.scale, scale)
+    torch.testing.assert_close(model[0].running_mean, alone.running_mean)
 
 
 @on_ranks(2)
@@ -205,73 +197,37 @@ def test_each_rank_keeps_what_the_model_asks_ddp_to_ignore():
     torch.manual_seed(dist.get_rank())
     model = TinyMLP()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["first.weight"])
-    booster, model, optimizer = boost(model)
-    for step in range(3):
-        booster.backward(model(batch(step)).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+    _, model, optimizer = boost(model)
+    train(model, optimizer)
     parameters = {name: each.detach() for name, each in model.named_parameters()}
     first, second = collectives.all_gather_object(parameters)
     assert [name for name in first if not torch.equal(first[name], second[name])] == ["first.weight"]
 
 
-def no_sync_communicates_once():
+def evaluated(how):
+    """Train a model with running statistics, and evaluate; return the next loss and the statistics."""
     torch.manual_seed(0)
-    calls = []
-
-    def count(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        calls.append(1)
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
-
-    booster, model, optimizer = boost(TinyMLP(), comm_hook=count)
-    for micro in range(3):
-        with booster.no_sync(model) if micro < 2 else contextlib.nullcontext():
-            booster.backward(model(batch(micro)).mean(), optimizer)
-    return len(calls)
-
-
-def test_no_sync_communicates_once():
-    assert run_on_ranks(no_sync_communicates_once, 2) == [1, 1]
-
-
-def evaluated_on_rank_0(alone):
-    """Train a model with running statistics, and evaluate between steps; return the last loss and the statistics."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    model.register_buffer("scale", torch.ones(1), persistent=False)
-    _, model, optimizer = boost(model)
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    module.register_buffer("scale", torch.ones(1), persistent=False)
+    if how == "by torch alone":
+        model, optimizer = DistributedDataParallel(module), torch.optim.SGD(module.parameters(), lr=0.1)
+    else:
+        _, model, optimizer = boost(module)
     for step in range(3):
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if dist.get_rank() == 0 or not alone:
+        train(model, optimizer, 1)
+        if how == "on all ranks" or (how == "on rank 0" and dist.get_rank() == 0):
             with torch.no_grad():
                 model.eval()(batch(step))
             model.train()
-    return float(loss.detach()), model.unwrap()[1].running_mean.tolist()
-
-
-def by_torch_alone():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    model.register_buffer("scale", torch.ones(1), persistent=False)
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        loss = wrapped(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
     with torch.no_grad():
-        wrapped.eval()(batch(3))  # which broadcasts buffers once more
-    return float(loss.detach()), model[1].running_mean.tolist()
+        loss = model.eval()(batch(3)).square().mean()  # before which torch broadcasts buffers once more
+    return float(loss), module[1].running_mean.tolist()
 
 
 def test_a_rank_may_evaluate_alone_and_statistics_are_those_of_rank_0():
-    found = run_on_ranks(evaluated_on_rank_0, 2, True)
+    found = run_on_ranks(evaluated, 2, "on rank 0")
     assert found[0][1] == found[1][1]
-    assert found == run_on_ranks(evaluated_on_rank_0, 2, False) == run_on_ranks(by_torch_alone, 2)
+    assert found == run_on_ranks(evaluated, 2, "on all ranks") == run_on_ranks(evaluated, 2, "by torch alone")
 
 
 def missing_rank():
@@ -320,10 +276,7 @@ def left_after_del(search, num_steps):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     booster, model, optimizer = boost(module, find_unused_parameters=search)
-    for step in range(num_steps):
-        booster.backward(model(batch(step)).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, num_steps)
     kept = [module, *module.parameters(), model, model.ddp, model.gradients, optimizer, optimizer.unwrap()]
     held = [weakref.ref(each) for each in kept]
     gc.collect()
@@ -335,8 +288,7 @@ def left_after_del(search, num_steps):
         gc.enable()
 
 
-@pytest.mark.parametrize("num_steps", [0, 2])
-@pytest.mark.parametrize("search", [None, True, False])
+@pytest.mark.parametrize(("search", "num_steps"), [(None, 2), (True, 2), (False, 0)])
 def test_all_is_freed_with_the_last_reference(search, num_steps):
     assert run_on_ranks(left_after_del, 2, search, num_steps) == [[]] * 2
 
@@ -352,3 +304,69 @@ def optimizer_alone(run):
 
 def test_gradients_are_averaged_where_only_the_optimizer_is_kept():
     assert_same_loop(optimizer_alone, CASE, Setting(TorchDDPPlugin), own=True)
+
+
+# ---- sparse gradients of embedding tables are averaged in every step, and stay sparse
+
+
+class Table(nn.Module):
+    """A table with sparse gradients that is used for some batches only."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, tokens):
+        return self.bias + (self.table(tokens).sum(1) if len(tokens[0]) else torch.zeros(len(tokens), 4))
+
+
+def on_all(number, replica):
+    return torch.randint(10, (3, 2), generator=torch.Generator().manual_seed(10 * number + replica))
+
+
+def on_first(number, replica):
+    return torch.empty(3, 0, dtype=torch.int64) if replica else on_all(number, replica)
+
+
+def compare_with_one_process(batch, find_unused_parameters, *, under_no_sync):
+    case = Case(build=Table, batch=batch, max_norm=None)
+    expected = train_plainly(case, 2)
+    booster = Booster("cpu", plugin=TorchDDPPlugin(find_unused_parameters=find_unused_parameters))
+    model, plain_optimizer = case.make()
+    boosted, optimizer, *_ = booster.boost(model, plain_optimizer)
+    for step in range(case.steps):
+        with booster.no_sync(boosted) if under_no_sync else contextlib.nullcontext():
+            booster.backward(own_loss(boosted(batch(step, dist.get_rank())), None), optimizer)
+        optimizer.settle()
+        assert model.table.weight.grad.is_sparse
+        ours = {name: p.grad.to_dense() for name, p in model.named_parameters()}
+        theirs = {name: gradient.to_dense() for name, gradient in expected.gradients[step].items()}
+        assert_same_tensors(ours, theirs, case.tolerance)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_tensors(model.state_dict(), expected.parameters, case.tolerance)
+
+
+@pytest.mark.parametrize("find_unused_parameters", [None, False])
+def test_sparse_gradients_equal_one_process(find_unused_parameters):
+    run_on_ranks(compare_with_one_process, 2, on_all, find_unused_parameters, under_no_sync=False)
+
+
+def test_sparse_gradient_of_one_rank_is_averaged_with_zeros_under_no_sync():
+    run_on_ranks(compare_with_one_process, 2, on_first, None, under_no_sync=True)
+
+
+def used_on_one_rank_outside_of_no_sync():
+    model = Table()
+    booster = Booster("cpu", plugin=TorchDDPPlugin(find_unused_parameters=True))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.backward(own_loss(boosted(on_first(0, dist.get_rank())), None), optimizer)
+
+
+def test_sparse_gradient_that_ddp_can_not_average_names_no_sync():
+    with pytest.raises(RankError) as caught:
+        run_on_ranks(used_on_one_rank_outside_of_no_sync, 2)
+    assert isinstance(caught.value.__cause__, GradientError)
+    assert "sparse gradients was not used on this rank" in str(caught.value.__cause__)
+    assert "`booster.no_sync`" in str(caught.value.__cause__)

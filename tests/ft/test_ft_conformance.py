@@ -1,18 +1,16 @@
 """The conformance kit on one replica group, which needs no lighthouse, and on two that train alike."""
 
-import multiprocessing
 import os
-import pickle
-from concurrent.futures import ProcessPoolExecutor
+import re
 from typing import ClassVar
 
 import pytest
 import torch
 from kit_cases import by_default
-from second_group import on_ranks
+from replica_ranks import run_groups
 
 from booster_ft import FaultTolerantPlugin
-from booster_testing import checkpoint_runs, conformance_runs, run_on_ranks
+from booster_testing import RankError, checkpoint_runs, conformance_runs
 from booster_testing.conformance import PluginConformance
 
 
@@ -22,20 +20,14 @@ class TestOneGroup(PluginConformance):
     options: ClassVar = {"inner": "ddp"}
 
 
-@pytest.fixture(scope="class")
-def second_group():
-    """A process whose ranks are those of the second group, while the test's own are those of the first."""
-    from torchft.coordination import LighthouseServer
-
-    server = LighthouseServer("[::]:0", 2, join_timeout_ms=10_000, heartbeat_timeout_ms=1000)
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as second:
-        patch.setenv("TORCHFT_LIGHTHOUSE", server.address())
-        patch.setenv("NUM_REPLICA_GROUPS", "2")
-        patch.setenv("REPLICA_GROUP_ID", "1")
-        second.submit(os.getpid).result()
-        patch.setenv("REPLICA_GROUP_ID", "0")
-        yield second
-    server.shutdown()
+def in_group(group, function, arguments):
+    """Call a function of the kit in a replica group; the second saves for itself, and all load what the first saved."""
+    place = {"REPLICA_GROUP_ID": f"{group.replica_id}", "NUM_REPLICA_GROUPS": f"{group.num_groups}"}
+    os.environ.update(place, TORCHFT_LIGHTHOUSE=group.place["lighthouse"])
+    if group.replica_id and function is checkpoint_runs.save_and_continue:
+        training, root = arguments
+        arguments = training, f"{root}-of-the-second"
+    return function(*arguments)
 
 
 @by_default("test_equals_one_process[adamw]")
@@ -45,34 +37,20 @@ class TestTwoGroups(PluginConformance):
     plugin_class = FaultTolerantPlugin
     options: ClassVar = {"inner": "ddp", "min_replicas": 2, "timeout_seconds": 10}
 
-    @pytest.fixture(autouse=True)
-    def _groups(self, second_group):
-        self.second = second_group
-
-    def call(self, function, *of_first, world_size=None):
-        of_second = of_first
-        if function is checkpoint_runs.save_and_continue:  # each group for itself; all load what the first has saved
-            training, root = of_first
-            of_second = training, f"{root}-of-the-second"
-        settings = {"timeout_seconds": 120.0}
+    def call(self, function, *arguments, world_size=None):
         size = world_size or self.world_size
-        other = self.second.submit(on_ranks, function, size, *of_second, **settings)
-        try:
-            found = run_on_ranks(function, size, *of_first, **settings)
-        finally:
-            self.of_second = pickle.loads(other.result(150))
-        assert_equal(found, self.of_second)
-        return found
+        found = run_groups(in_group, 2, size, function, arguments)
+        first, self.of_second = found[:size], found[size:]
+        assert_equal(first, self.of_second)
+        return first
 
     def raises(self, error, match, function, *arguments, **changes):
-        """Let the second group run too, or the first would wait for it."""
-        training = self.training(**changes)
-        other = self.second.submit(on_ranks, function, self.world_size, training, *arguments, timeout_seconds=120.0)
-        try:
-            super().raises(error, match, function, *arguments, **changes)
-        finally:
-            found = pickle.loads(other.result(150))
-        assert isinstance(found, str), "the second group raised nothing"
+        with pytest.raises(RankError) as caught:
+            run_groups(in_group, 2, self.world_size, function, (self.training(**changes), *arguments))
+        assert len(caught.value.exceptions) == 2 * self.world_size
+        for each in caught.value.exceptions.values():
+            assert isinstance(each, error)
+            assert re.search(match, str(each))
 
     def test_plain_data_loader_is_split_between_ranks(self):
         """Between those of both groups."""

@@ -1,13 +1,12 @@
 """What follows when a replica group, or a rank of one, dies or stops: the others go on, and it comes back."""
 
 import random
-import shutil
 import signal
-import subprocess
 import time
 
 import pytest
 import torch
+from matrix import matrix
 from replica_groups import replica_groups
 
 from booster_core import Booster
@@ -65,11 +64,16 @@ def _fail_and_return(groups, victim=1, ranks=None, sig=signal.SIGKILL):
     groups.wait_all(120)
 
 
-def test_a_killed_group_comes_back(tmp_path):
-    with replica_groups(tmp_path, 2) as groups:
+FAILURES = [(2, 1, None), (3, 1, None), (2, 2, None), (2, 2, [0]), (2, 2, [1])]
+"""Numbers of groups and of ranks in each, and which ranks of the second group fail: all of them, or some."""
+
+
+@matrix(["2-1-None-kill"], **{"num_groups, ranks, victims": FAILURES}, how=["kill", "stop"])
+def test_a_group_that_fails_comes_back(num_groups, ranks, victims, how, tmp_path):
+    with replica_groups(tmp_path, num_groups, ranks) as groups:
         groups.start_all()
-        _fail_and_return(groups)
-        _check(groups, survivors=[0])
+        _fail_and_return(groups, ranks=victims, sig=signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        _check(groups, survivors=[group for group in range(num_groups) if group != 1])
 
 
 @pytest.mark.slow  # half a minute, as the one before
@@ -98,27 +102,6 @@ def test_groups_that_come_back_do_not_begin_without_one_that_lives(tmp_path):
                 groups.commits(victim)
             )
         _check_equal([groups.commits(group) for group in range(3)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_groups", "ranks"), [(2, 1), (3, 1), (2, 2)])
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_group_that_fails_comes_back(tmp_path, num_groups, ranks, how):
-    with replica_groups(tmp_path, num_groups, ranks) as groups:
-        groups.start_all()
-        _fail_and_return(groups, sig=signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        survivors = [group for group in range(num_groups) if group != 1]
-        _check(groups, survivors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_rank_of_a_group_fails(tmp_path, rank, how):
-    with replica_groups(tmp_path, 2, 2) as groups:
-        groups.start_all()
-        _fail_and_return(groups, ranks=[rank], sig=signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        _check(groups, survivors=[0])
 
 
 def _load(folder, width):
@@ -187,63 +170,3 @@ def test_a_lighthouse_that_stays_away_is_named(tmp_path):
             assert groups.wait_group(group, 60) == [1]
             assert f"The lighthouse at {groups.lighthouse.address} does not answer" in groups.output(group)
         groups.lighthouse.start()
-
-
-def _ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-@pytest.fixture
-def namespaces(tmp_path):
-    """Two network namespaces that reach each other and this one through a bridge."""
-    if shutil.which("ip") is None:
-        pytest.skip("needs the command ip")
-    try:
-        _ip("link", "add", "ftbridge", "type", "bridge")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"needs the right to make network interfaces: {error.stderr.decode().strip()}")
-    try:
-        _ip("addr", "add", "10.77.0.100/24", "dev", "ftbridge")
-        _ip("link", "set", "ftbridge", "up")
-        for group in range(2):
-            name = f"ftgroup{group}"
-            _ip("netns", "add", name)
-            _ip("link", "add", f"ftlink{group}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("link", "set", f"ftlink{group}", "master", "ftbridge", "up")
-            _ip("-n", name, "addr", "add", f"10.77.0.{group + 1}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        yield
-    finally:
-        for group in range(2):
-            subprocess.run(["ip", "netns", "del", f"ftgroup{group}"], check=False)
-        subprocess.run(["ip", "link", "del", "ftbridge"], check=False)
-
-
-@pytest.mark.slow
-def test_a_partition(tmp_path, namespaces):
-    """The group that is cut off ends with an error that names the lighthouse; the other one goes on."""
-    with replica_groups(tmp_path, 2, plugin={"quorum_timeout_seconds": 10}) as groups:
-        groups.lighthouse.host = "10.77.0.100"
-        hosts = tmp_path / "hosts"
-        hosts.write_text("127.0.0.1 localhost\n10.77.0.1 ft0\n10.77.0.2 ft1\n")
-
-        def inside(group):
-            # A host name of its own, as on a machine of its own.
-            setup = f'hostname ft{group}; mount --bind {hosts} /etc/hosts; exec "$@"'
-            return ["ip", "netns", "exec", f"ftgroup{group}", "unshare", "--uts", "--mount", "sh", "-c", setup, "sh"]
-
-        groups.prefix = inside
-        groups.start_all()
-        groups.wait_for(0, 3, 180)
-        _ip("link", "set", "ftlink1", "down")
-        groups.wait_for(0, max(groups.commits(0)) + 5, 60)
-        assert groups.wait_group(1, 120) == [1]
-        assert "does not answer" in groups.output(1)
-        _ip("link", "set", "ftlink1", "up")
-        groups.start(1)
-        began = groups.steps(0)[-1]["step"]
-        groups.wait_until(lambda: max(groups.commits(1)) > began, 180, "the group comes back")
-        groups.end_soon()
-        groups.wait_all(120)
-        _check(groups, survivors=[0])

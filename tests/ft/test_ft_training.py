@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_ft import FaultTolerantPlugin
+from booster_ft.groups import ReplicaGroups
 from booster_testing.ranks import RankError, run_on_ranks
 
 GROUPS = 2
@@ -39,11 +41,22 @@ def _number(index, step, micro):
     return 100 * step + 10 * micro + index
 
 
-def _train(group, folder, options, steps, accumulate, clip):
-    booster = group.booster(**options)
-    model = Net()
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+def _boosted(group, folder, make=torch.optim.AdamW, model=None, **options):
+    """Return a Booster, a model and its optimizer when all groups have met."""
+    booster, model = group.booster(**options), model or Net()
+    model, optimizer, *_ = booster.boost(model, make(model.parameters(), lr=0.01))
     group.meet(booster, folder)
+    return booster, model, optimizer
+
+
+def _step(booster, model, optimizer, x):
+    booster.backward(loss_of(model, x), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _train(group, folder, steps, accumulate, clip):
+    booster, model, optimizer = _boosted(group, folder)
     gradients, norms = [], []
     for step in range(steps):
         for micro in range(accumulate):
@@ -62,7 +75,7 @@ def _train(group, folder, options, steps, accumulate, clip):
 
 @pytest.mark.parametrize(("ranks", "accumulate", "clip"), [(1, 1, None), (1, 2, 0.3), (2, 2, 0.3)])
 def test_gradients_are_those_of_one_process_with_all_samples(tmp_path, ranks, accumulate, clip):
-    found = run_groups(_train, GROUPS, ranks, tmp_path, {}, 3, accumulate, clip)
+    found = run_groups(_train, GROUPS, ranks, tmp_path, 3, accumulate, clip)
     everyone = range(GROUPS * ranks)
     expected, parameters = _one_process(
         3, lambda step: [_number(i, step, micro) for i in everyone for micro in range(accumulate)], clip
@@ -79,10 +92,7 @@ def test_gradients_are_those_of_one_process_with_all_samples(tmp_path, ranks, ac
 
 
 def _overflow(group, folder):
-    booster = group.booster(precision=FP16)
-    model = Net(torch.float32)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    group.meet(booster, folder)
+    booster, model, optimizer = _boosted(group, folder, torch.optim.SGD, Net(torch.float32), precision=FP16)
     seen = []
     for step in range(3):
         x = batch_of(group.index + 10 * step, torch.float32)
@@ -157,9 +167,7 @@ def _come_back(group, folder, precision):
             before = state_of(booster, model)
         seen.append(index.tolist())
         randoms.append(float(torch.rand(())))
-        booster.backward(loss_of(model, x), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(booster, model, optimizer, x)
         scheduler.step()
         if booster.plugin.step == 7:
             break
@@ -169,22 +177,15 @@ def _come_back(group, folder, precision):
 
 
 def _announce(group, folder, precision):
-    if group.replica_id:
-        from booster_ft import groups
+    join = ReplicaGroups._connect
 
-        join = groups.ReplicaGroups._connect
+    def joined(self):
+        manager = join(self)
+        say(folder, "coming" if group.replica_id else "there")
+        return manager
 
-        def joined(self):
-            manager = join(self)
-            say(folder, "coming")
-            return manager
-
-        groups.ReplicaGroups._connect = joined
-        try:
-            return _come_back(group, folder, precision)
-        finally:
-            groups.ReplicaGroups._connect = join
-    return _come_back(group, folder, precision)
+    with mock.patch.object(ReplicaGroups, "_connect", joined):
+        return _come_back(group, folder, precision)
 
 
 @pytest.mark.parametrize("precision", [None, FP16], ids=["fp64", "fp16"])
@@ -201,14 +202,9 @@ def test_a_group_that_comes_later_catches_up(tmp_path, precision):
 
 
 def _spare(group, folder):
-    booster = group.booster(min_replicas=1, spares=True)
-    model = Net()
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    group.meet(booster, folder)
+    booster, model, optimizer = _boosted(group, folder, min_replicas=1, spares=True)
     for step in range(3):
-        booster.backward(loss_of(model, batch_of(_number(group.index, step, 0))), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(booster, model, optimizer, batch_of(_number(group.index, step, 0)))
     return state_of(booster, model), booster.plugin.groups.join().participating_rank() == 0
 
 
@@ -223,23 +219,15 @@ def test_spares_keep_the_global_batch(tmp_path):
 
 
 def _save(group, folder):
-    booster = group.booster()
-    model = Net()
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    group.meet(booster, folder)
+    booster, model, optimizer = _boosted(group, folder)
     for step in range(2):
-        booster.backward(loss_of(model, batch_of(_number(group.index, step, 0))), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(booster, model, optimizer, batch_of(_number(group.index, step, 0)))
     booster.save_checkpoint(folder / f"group{group.replica_id}", model=model, optimizer=optimizer, step=2)
     saved = state_of(booster, model)
-    booster.backward(loss_of(model, batch_of(5)), optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
+    _step(booster, model, optimizer, batch_of(5))
     booster.load_checkpoint(folder / f"group{group.replica_id}", model=model, optimizer=optimizer)
     assert_same_bits(state_of(booster, model), saved)
-    booster.backward(loss_of(model, batch_of(5)), optimizer)
-    optimizer.step()
+    _step(booster, model, optimizer, batch_of(5))
     return saved, state_of(booster, model), booster.plugin.step
 
 
@@ -261,15 +249,10 @@ def test_checkpoints_load_in_the_groups_and_under_another_plugin(tmp_path):
 
 def _local(group, folder, outer):
     make = None if outer is None else partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-    booster = group.booster(sync_every=2, outer_optimizer=make)
-    model = Net()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    group.meet(booster, folder)
+    booster, model, optimizer = _boosted(group, folder, torch.optim.SGD, sync_every=2, outer_optimizer=make)
     states = []
     for step in range(4):
-        booster.backward(loss_of(model, batch_of(_number(group.index, step, 0))), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(booster, model, optimizer, batch_of(_number(group.index, step, 0)))
         states.append({name: p.detach().clone() for name, p in booster.unwrap(model).named_parameters()})
     return states, booster.plugin.step
 
@@ -346,8 +329,7 @@ def test_a_training_that_another_has_replaced_says_so():
         model = Net()
         model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         trained.append((booster, model, optimizer))
-        booster.backward(loss_of(model, batch_of(0)), optimizer)
-        optimizer.step()
+        _step(booster, model, optimizer, batch_of(0))
     loss_of(trained[0][1], batch_of(0))
 
 
@@ -357,9 +339,7 @@ def test_a_single_group_needs_no_lighthouse():
     model = Net()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     for number in range(2):
-        booster.backward(loss_of(model, batch_of(number)), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(booster, model, optimizer, batch_of(number))
     steps, state = booster.plugin.step, state_of(booster, model)
     _, parameters = _one_process(2, lambda step: [step])
     assert steps == 2

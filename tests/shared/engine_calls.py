@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from unittest import mock
+
+import torch
+from torch import nn
 
 from booster_checkpoint import CheckpointEngine, session
 from booster_checkpoint.save.targets import target_at
@@ -13,6 +17,7 @@ from booster_core import Booster
 from booster_core.checkpoint_io import LoadRequest, ModelState, SaveRequest
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.store import Host
+from booster_core.state import ReplicatedStateAdapter
 
 
 def on_hosts(hosts):
@@ -74,3 +79,31 @@ class EngineCalls:
 
     def load_lr_scheduler(self, scheduler, path):
         self.engine.load_lr_scheduler(scheduler, LoadRequest(call="load_lr_scheduler", path=path))
+
+
+def trained_parts(*widths, seed=0, **options):
+    """Return an engine, an adapter over a stack of linear layers and its AdamW after a step, and the model.
+
+    Args:
+        *widths: Of the model's input and of each layer.
+        seed: Of its values, with which its learning rate grows.
+        **options: As for `EngineCalls`.
+    """
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(*sizes) for sizes in itertools.pairwise(widths)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (1 + seed))
+    model(torch.ones(2, widths[0])).sum().backward()
+    optimizer.step()
+    return EngineCalls(**options), ReplicatedStateAdapter(model, optimizer, DistCoordinator()), model
+
+
+def save_module(model, path, **options):
+    """Save a model that all ranks have alike."""
+    adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
+    EngineCalls().save_model(adapter, path, module=model, **options)
+
+
+def load_module(model, path, **options):
+    """Load a model that all ranks have alike, and return what was loaded."""
+    adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
+    return EngineCalls().load_model(adapter, path, module=model, **options)

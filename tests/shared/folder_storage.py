@@ -39,7 +39,6 @@ class FolderStorage:
     def __init__(self, base):
         self.base = Path(base)
         self.written = []
-        self.ranges = []
 
     def _path(self, url):
         return self.base / url.partition("://")[2]
@@ -51,7 +50,6 @@ class FolderStorage:
         return {p.relative_to(path).as_posix(): p.stat().st_size for p in path.rglob("*") if p.is_file()}
 
     def read(self, url, start, target):
-        self.ranges.append((url, start, len(target)))
         with self._path(url).open("rb") as file:
             file.seek(start)
             assert file.readinto(target) == len(target)

@@ -26,13 +26,12 @@ class Lighthouse:
     """A lighthouse in a process of its own."""
 
     port: int
-    host: str = "127.0.0.1"
     options: tuple[str, ...] = ("--join-timeout", "15")
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         code = "from booster_core.cli import main; main()"
@@ -74,7 +73,6 @@ class Groups:
     options: dict[str, Any]
     lighthouse: Lighthouse
     running: dict[int, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
-    prefix: Callable[[int], list[str]] = lambda _: []
 
     def start(self, group: int, **options: Any) -> None:
         port = free_port()
@@ -93,7 +91,7 @@ class Groups:
                 "TORCHFT_LIGHTHOUSE": self.lighthouse.address,
             }
             with (self.folder / f"group{group}-rank{rank}.txt").open("ab") as output:
-                command = [*self.prefix(group), sys.executable, str(SCRIPT), given]
+                command = [sys.executable, str(SCRIPT), given]
                 process = subprocess.Popen(command, env=_environment(added), stdout=output, stderr=subprocess.STDOUT)
             self.running[group].append(process)
 

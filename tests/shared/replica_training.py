@@ -1,6 +1,6 @@
 """One rank of a replica group that trains a small model, and writes what it saw in each step; see `replica_groups`.
 
-`python replica_training.py '{"inner": "zero", ...}'`, with the environment of torchrun and of the groups.
+`python replica_training.py '{"save": 3, ...}'`, with the environment of torchrun and of the groups.
 """
 
 from __future__ import annotations
@@ -16,30 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from booster_core import Booster, launch
+from booster_core.state import as_bytes
 from booster_ft import FaultTolerantPlugin
 
-DEFAULTS: dict[str, Any] = {
-    "inner": "ddp",
-    "inner_options": {},
-    "plugin": {},
-    "steps": 1_000_000,
-    "sleep": 0.1,
-    "save": 0,
-    "together": 0,
-    "width": 16,
-    "samples": 40_000,
-}
-
-
-def digest_of(tensors: Any) -> str:
-    """Return a digest of tensors' bits."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+DEFAULTS: dict[str, Any] = {"plugin": {}, "sleep": 0.1, "save": 0, "together": 0, "width": 16}
 
 
 class Rank:
@@ -55,14 +38,14 @@ class Rank:
         self.log = self.folder / f"group{os.environ['REPLICA_GROUP_ID']}-rank{os.environ['RANK']}.jsonl"
         self.end = self.folder / "end"
         settings = {"timeout_seconds": 10, **options["plugin"]}
-        self.plugin = FaultTolerantPlugin(inner=options["inner"], inner_options=options["inner_options"], **settings)
+        self.plugin = FaultTolerantPlugin(inner="ddp", **settings)
         self.booster = Booster(plugin=self.plugin)
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(8, options["width"]), nn.Tanh(), nn.LayerNorm(options["width"]))
         model.append(nn.Linear(options["width"], 1)).double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        x = torch.randn(options["samples"], 8, dtype=torch.float64)
-        loader = DataLoader(TensorDataset(x, torch.arange(len(x))), batch_size=4, shuffle=True)
+        x = torch.randn(40_000, 8, dtype=torch.float64)
+        loader = DataLoader(x, batch_size=4, shuffle=True)
         objects = self.booster.boost(model, optimizer, None, loader, StepLR(optimizer, 20, gamma=0.9))
         self.model, self.optimizer, _, self.loader, self.scheduler = objects
 
@@ -73,11 +56,11 @@ class Rank:
 
     def goes_on(self) -> bool:
         """Return whether another step is to be taken."""
-        return self.plugin.step < (int(self.end.read_text()) if self.end.exists() else self.options["steps"])
+        return not self.end.exists() or self.plugin.step < int(self.end.read_text())
 
     def train(self) -> None:
         """Train until the run has committed its steps."""
-        for x, index in self.loader:
+        for x in self.loader:
             if not self.goes_on():
                 return
             while (self.folder / f"hold{self.plugin.config.replica_id}").exists():
@@ -90,19 +73,11 @@ class Rank:
             committed, seconds = self.plugin.step > step, time.time() - began
             self.optimizer.zero_grad()
             self.scheduler.step()
-            adapter = self.booster.state_adapter(self.model)
-            shards = [*adapter.model_shards(), *adapter.optimizer_shards()]
-            self.say(
-                event="step",
-                step=step,
-                committed=committed,
-                seconds=seconds,
-                samples=index.tolist(),
-                participants=self.plugin.groups.num_participants,
-                model=digest_of(shard.data for shard in adapter.model_shards()),
-                state=digest_of(shard.data for shard in shards),
-                lr=self.optimizer.param_groups[0]["lr"],
-            )
+            adapter, state = self.booster.state_adapter(self.model), hashlib.sha256()
+            for shard in (*adapter.model_shards(), *adapter.optimizer_shards()):
+                state.update(as_bytes(shard.data.contiguous()))
+            about = {"step": step, "committed": committed, "seconds": seconds, "state": state.hexdigest()}
+            self.say(event="step", **about, lr=self.optimizer.param_groups[0]["lr"])
             if self.options["save"] and committed and self.plugin.step % self.options["save"] == 0:
                 self.save()
             time.sleep(self.options["sleep"])
@@ -117,7 +92,6 @@ class Rank:
             lr_scheduler=self.scheduler,
             keep_last=2,
         )
-        self.say(event="saved", step=self.plugin.step)
 
 
 def main() -> None:
@@ -132,7 +106,6 @@ def main() -> None:
     while len(list(rank.folder.glob(pattern))) < options["together"]:
         time.sleep(0.01)
     rank.train()
-    rank.say(event="end", commits=rank.plugin.groups.num_commits)
 
 
 if __name__ == "__main__":

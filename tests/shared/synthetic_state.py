@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import Box, ParamGroup, StateAdapter, TensorShard, box_numel, box_shape, full_box, slices_of
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ TENSORS = [
     ("mask", (11, 13), torch.bool),
     ("bytes", (40, 40), torch.uint8),
     ("double", (9, 4), torch.float64),
+    ("tall", (100, 6), torch.float32),
 ]
-"""Tensors of every kind: without dimensions or elements, and in formats of each width."""
+"""Tensors of every kind: without dimensions or elements, of many rows, and in formats of each width."""
 
 
 def value_of(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -105,25 +107,24 @@ class SyntheticAdapter(StateAdapter):
     Args:
         tensors: Name, shape and dtype of the model's tensors.
         layout: One of `LAYOUTS`.
-        rank: The rank.
-        world_size: Number of ranks.
         is_filled: Start with the right values; with zeros otherwise.
         states: Names of elementwise optimizer states.
+        has_extra: Whether a module has state that is no tensor.
     """
 
     def __init__(
         self,
         tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
         layout: str,
-        rank: int,
-        world_size: int,
         *,
         is_filled: bool = True,
         states: Sequence[str] = ("exp_avg", "master"),
+        has_extra: bool = True,
     ) -> None:
         self._names = [name for name, _, _ in tensors]
         self._states = list(states) if is_filled else []
-        self._layout = layout, rank, world_size
+        ranks = DistCoordinator()
+        self._layout = layout, ranks.rank, ranks.world_size
         self._tensors = tensors
         self._model = self._make(None, is_filled=is_filled)
         self._optimizer = {state: self._make(state, is_filled=is_filled) for state in self._states}
@@ -131,9 +132,8 @@ class SyntheticAdapter(StateAdapter):
             {name: {"step": 7} for name in self._held()} if is_filled else {}
         )
         self.options: dict[str, Any] = {"lr": 0.5 if is_filled else 0.0, "betas": (0.9, 0.99)}
-        self.extra: dict[str, object] = {
-            "block._extra_state": {"scale": torch.full((3,), 2.0), "names": ["a", "b"], "n": 3} if is_filled else None
-        }
+        extra = {"scale": torch.full((3,), 2.0), "names": ["a", "b"], "n": 3} if is_filled else None
+        self.extra: dict[str, object] = {"block._extra_state": extra} if has_extra else {}
         self.finished: list[tuple[bool, bool]] = []
 
     def _make(self, state: str | None, *, is_filled: bool) -> list[TensorShard]:

@@ -198,47 +198,25 @@ def test_world_size_out_of_range_raises(world_size):
         run_on_ranks(_pid, world_size)
 
 
-def test_script_can_run_its_own_functions(tmp_path):
+@pytest.mark.parametrize("end", [pytest.param("exit", marks=pytest.mark.slow), "kill"])
+def test_script_can_run_its_own_functions_and_workers_end_with_it(tmp_path, end):
     (tmp_path / "script.py").write_text(
         textwrap.dedent("""
+        import os, signal, sys
         from booster_testing import run_on_ranks
 
         class Answer:
-            pass
+            def __init__(self):
+                self.pid = os.getpid()
 
         def answer(kind):
             assert kind is Answer
             return kind()
 
         if __name__ == "__main__":
-            assert all(isinstance(result, Answer) for result in run_on_ranks(answer, 2, Answer))
-            with open("runs", "a") as runs:  # gloo of torch 2.10 prints to stdout
-                runs.write("once ")
-        """)
-    )
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, (tmp_path / "runs").read_text()) == (0, "once "), done.stderr
-
-
-@pytest.mark.parametrize("end", [pytest.param("exit", marks=pytest.mark.slow), "kill"])
-def test_workers_end_with_their_parent(tmp_path, end):
-    (tmp_path / "script.py").write_text(
-        textwrap.dedent("""
-        import os, signal, sys, time
-        import script
-        from booster_testing import run_on_ranks
-
-        def pid():
-            return os.getpid()
-
-        def sleep():
-            time.sleep(100)
-
-        if __name__ == "__main__":
-            with open("pids", "w") as pids:  # gloo of torch 2.10 prints to stdout
-                print(*run_on_ranks(script.pid, 2), file=pids)
+            answers = run_on_ranks(answer, 2, Answer)
+            with open("pids", "a") as pids:  # gloo of torch 2.10 prints to stdout
+                print(*(each.pid for each in answers), file=pids)
             if sys.argv[1] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
         """)
@@ -248,7 +226,7 @@ def test_workers_end_with_their_parent(tmp_path, end):
     )
     assert done.returncode == (0 if end == "exit" else -signal.SIGKILL), done.stderr
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 2
+    assert len(pids) == 2, "it runs once"
     deadline = time.monotonic() + 10
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -13,7 +13,7 @@ from booster_runtime import collectives
 from booster_runtime.memory import has_values
 from booster_testing import run_on_ranks
 from booster_tools.planning import TrainingStep, measure, shares_of, simulate
-from booster_tools.planning.recorder import recorded
+from booster_tools.planning.recorder import StepRecorder, recorded
 from booster_tools.planning.world import planned_world
 
 WIDTH = 256
@@ -183,3 +183,28 @@ def test_nobody_compares_values_in_a_plan():
     with planned_world(2, 0):
         assert not has_values()
     assert has_values()
+
+
+def test_small_tensors_have_their_values_and_what_comes_from_large_ones_is_zero():
+    """Wherever a part of a large tensor is read, whose memory has leftovers in it; results have their own shapes."""
+    planned = StepRecorder(computes=False, is_alone=True)
+    with planned:
+        ids = torch.zeros(100, dtype=torch.long)
+        ids.copy_(torch.arange(100) + 1)
+        assert (ids.sum().item(), ids[50].item()) == (5050, 51)
+        large = torch.ones(1 << 16, dtype=torch.long)
+    large.numpy().fill(7)
+    with planned:
+        part = large[3:103]
+        assert [int(each) for each in (part[5], *torch.aminmax(part), part.clone()[5], (part + 1)[5])] == [0] * 5
+        assert torch.equal(part, part)
+        assert ids.copy_(part).sum().item() == 0
+        with pytest.raises(ConfigError, match="its argument has no values in a plan"):
+            part.nonzero()
+        large = torch.ones(300, 200)
+        assert torch.cat([large, large]).shape == (600, 200)
+        assert torch.cat([large, large], 1).shape == (300, 400)
+        assert torch.cat([large, large, large]).shape == (900, 200)
+        assert (large + large.t().contiguous().t()).stride() == (200, 1)
+        values, indices = large.max(1)
+        assert (values.shape, indices.dtype, large.sum().item()) == ((300,), torch.long, 0)

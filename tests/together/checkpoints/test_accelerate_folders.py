@@ -53,16 +53,17 @@ def accelerator_of(model, kind):
         yield accelerator
 
 
-def whole_values(model):
-    return {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
-
-
-def whole_moments(model, optimizer):
-    return {name: optimizer.state[tensor]["exp_avg"].full_tensor() for name, tensor in model.named_parameters()}
+def whole_state(model, optimizer):
+    """Return the values of a model that FSDP2 shards and AdamW's first moments, whole."""
+    values = {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
+    return values, {
+        name: optimizer.state[tensor]["exp_avg"].full_tensor()
+        for name, tensor in model.named_parameters()
+        if tensor in optimizer.state
+    }
 
 
 def save_by_accelerate(folder):
-    """Train one step, and return the model's values and AdamW's first moments, whole."""
     model = sharded(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(batch()).square().mean().backward()
@@ -70,7 +71,18 @@ def save_by_accelerate(folder):
     with accelerator_of(model, "SHARDED_STATE_DICT") as accelerator:
         accelerator._optimizers.append(optimizer)
         accelerator.save_state(folder)
-    return whole_values(model), whole_moments(model, optimizer)
+    return whole_state(model, optimizer)
+
+
+def load_by_accelerate(folder, kind):
+    model = sharded(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
+    with accelerator_of(model, kind) as accelerator:
+        if kind == "SHARDED_STATE_DICT":
+            accelerator._optimizers.append(optimizer)
+        accelerator.load_state(folder)
+    steps = {float(state["step"]) for state in optimizer.state.values()}
+    return *whole_state(model, optimizer), optimizer.param_groups[0]["lr"], steps
 
 
 def boosted(seed, lr):
@@ -98,21 +110,8 @@ def load_both(folder):
     return *state_of(booster, model, optimizer), optimizer.param_groups[0]["lr"]
 
 
-def test_folders_of_accelerate_load_and_the_one_above_names_them(tmp_path):
-    (values, states), _ = run_on_ranks(save_by_accelerate, 2, str(tmp_path / "state"))
-    found = run_on_ranks(load_both, 2, str(tmp_path / "state"))
-    seen = dict.fromkeys(states, 0)
-    for loaded, moments, rate in found:
-        assert rate == 0.1
-        assert_same_tensors(loaded, values, EXACT)
-        for name, (start, stop), part in moments:
-            assert torch.equal(part.view(-1), states[name].reshape(-1)[start:stop])
-            seen[name] += stop - start
-    assert seen == {name: tensor.numel() for name, tensor in states.items()}
-
-
 def save_ours(folder):
-    """Train one step under ZeRO, and save for both; return the model's values, and this rank's first moments."""
+    """Train one step under ZeRO, and save for both."""
     booster, model, optimizer = boosted(0, lr=0.1)
     booster.backward(model(batch()).square().mean(), optimizer)
     optimizer.step()
@@ -123,34 +122,28 @@ def save_ours(folder):
     return state_of(booster, model, optimizer)
 
 
-def load_whole_by_accelerate(folder):
-    model = sharded(1)
-    with accelerator_of(model, "FULL_STATE_DICT") as accelerator:
-        accelerator.load_state(folder)
-    return whole_values(model)
+def assert_pieces(whole, of_ranks):
+    """Assert that the pieces of all ranks are those of whole moments, and that together they are all of them."""
+    pieces = [piece for of_rank in of_ranks for piece in of_rank]
+    for name, (start, stop), part in pieces:
+        assert torch.equal(part.view(-1), whole[name].reshape(-1)[start:stop])
+    assert sum(part.numel() for *_, part in pieces) == sum(tensor.numel() for tensor in whole.values())
 
 
-def load_state_by_accelerate(folder):
-    model = sharded(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
-    with accelerator_of(model, "SHARDED_STATE_DICT") as accelerator:
-        accelerator._optimizers.append(optimizer)
-        accelerator.load_state(f"{folder}/state")
-    steps = {float(optimizer.state[tensor]["step"]) for tensor in model.parameters()}
-    return whole_values(model), whole_moments(model, optimizer), optimizer.param_groups[0]["lr"], steps
+def test_folders_of_accelerate_load_and_the_one_above_names_them(tmp_path):
+    (values, moments), _ = run_on_ranks(save_by_accelerate, 2, str(tmp_path / "state"))
+    found = run_on_ranks(load_both, 2, str(tmp_path / "state"))
+    for loaded, _, rate in found:
+        assert rate == 0.1
+        assert_same_tensors(loaded, values, EXACT)
+    assert_pieces(moments, [pieces for _, pieces, _ in found])
 
 
 def test_our_files_and_folders_load_in_accelerate(tmp_path):
     saved = run_on_ranks(save_ours, 2, str(tmp_path))
-    values = saved[0][0]
-    for loaded in run_on_ranks(load_whole_by_accelerate, 2, str(tmp_path)):
-        assert_same_tensors(loaded, values, EXACT)
-    for loaded, moments, rate, steps in run_on_ranks(load_state_by_accelerate, 2, str(tmp_path)):
-        assert_same_tensors(loaded, values, EXACT)
-        assert (rate, steps) == (0.1, {1.0})
-        count = 0
-        for _, parts in saved:
-            for name, (start, stop), part in parts:
-                assert torch.equal(moments[name].reshape(-1)[start:stop], part.view(-1))
-                count += stop - start
-        assert count == sum(tensor.numel() for tensor in values.values())
+    for folder, kind in ((tmp_path, "FULL_STATE_DICT"), (tmp_path / "state", "SHARDED_STATE_DICT")):
+        for loaded, moments, rate, steps in run_on_ranks(load_by_accelerate, 2, str(folder), kind):
+            assert_same_tensors(loaded, saved[0][0], EXACT)
+            if kind == "SHARDED_STATE_DICT":
+                assert (rate, steps) == (0.1, {1.0})
+                assert_pieces(moments, [pieces for _, pieces in saved])

@@ -1,49 +1,56 @@
 """A run with fp32 masters keeps every digit of fp32 values that it loads, and computes with their rounding."""
 
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
+from cases import Setting
 from matrix import matrix
+from plugin_runs import runs, step
 from safetensors.torch import load_file, save_file
 
-from booster_core import Booster, discovery
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import slices_of
+from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
+from booster_testing.models import tiny_llama
+
+pytest.importorskip("transformers", reason="the model is transformers'")
 
 OFFLOADING = {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "offload_dir": tempfile.gettempdir()}
-RUNS = {
-    "zero1": ("zero", {"stage": 1, "bucket_bytes": 4096}, 2),
-    "zero2": ("zero", {"stage": 2, "bucket_bytes": 4096}, 2),
-    "gemini": ("gemini", {"min_chunk_bytes": 2**12}, 2),
-    "gemini-offloading": ("gemini", {**OFFLOADING, "min_chunk_bytes": 2**12}, 2),
-    "hybrid-zero2": ("hybrid", {"zero_stage": 2}, 2),
-    "hybrid-tp2-zero1": ("hybrid", {"tp_size": 2, "zero_stage": 1}, 4),
-    "hybrid-tp2-zero3": ("hybrid", {"tp_size": 2, "zero_stage": 3}, 4),
-    "hybrid-pp2-zero1": ("hybrid", {"pp_size": 2, "zero_stage": 1}, 4),
+SETTINGS = {
+    **runs("single", "zero1", "zero2", "gemini", "hybrid-dp"),
+    "gemini-offloading": Setting(GeminiPlugin, {**OFFLOADING, "min_chunk_bytes": 2**12}),
+    "hybrid-tp2-zero1": Setting(HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1}, 4),
+    "hybrid-tp2-zero3": Setting(HybridParallelPlugin, {"tp_size": 2, "zero_stage": 3}, 4),
+    "hybrid-pp2-zero1": Setting(HybridParallelPlugin, {"pp_size": 2, "zero_stage": 1}, 4),
 }
+SHARDED = [name for name in SETTINGS if name != "single"]
+TOKENS = torch.arange(12).view(2, 6)
 
 
 def llama(seed):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, tie_word_embeddings=True, **sizes))
-        with torch.no_grad():
-            for parameter in model.parameters():  # the weights of norms as well have digits that bf16 lacks
-                parameter.add_(torch.randn_like(parameter) * 0.01)
-        return model
+        model = tiny_llama(tie_word_embeddings=True)
+        for parameter in model.parameters():  # the weights of norms as well have digits that bf16 lacks
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+    return model
 
 
 def boosted(run, precision):
-    plugin, options, _ = RUNS[run]
-    booster = Booster(plugin=discovery.load(plugin)(**options), mixed_precision=precision)
-    model = llama(seed=3)
+    booster, model = replace(SETTINGS[run], precision=precision).make_booster(), llama(seed=3)
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     return booster, model, optimizer
+
+
+def trained(run, precision):
+    """Return the objects after a step."""
+    objects = boosted(run, precision)
+    step(*objects, {"input_ids": TOKENS, "labels": TOKENS})
+    return objects
 
 
 def part_of(values, shard):
@@ -74,12 +81,12 @@ def load_model_file(run, precision, path):
     check_digits(booster, model, optimizer, load_file(path))
 
 
-@matrix(["zero1-fp16", "hybrid-zero2-bf16", "hybrid-zero2-fp16"], run=RUNS, precision=["bf16", "fp16"])
+@matrix(["zero1-fp16", "hybrid-dp-bf16", "hybrid-dp-fp16"], run=SHARDED, precision=["bf16", "fp16"])
 def test_masters_take_the_values_of_an_fp32_file(run, precision, tmp_path):
     path = tmp_path / "model.safetensors"
     values = llama(seed=11).state_dict()
     save_file({name: tensor for name, tensor in values.items() if name != "lm_head.weight"}, path)
-    run_on_ranks(load_model_file, RUNS[run][2], run, precision, str(path))
+    run_on_ranks(load_model_file, SETTINGS[run].num_ranks, run, precision, str(path))
 
 
 def load_rounded_file(run, path):
@@ -95,22 +102,17 @@ def load_rounded_file(run, path):
     assert set().union(*DistCoordinator().all_gather_object(names)) == expected.keys()
 
 
-@matrix(["zero1", "zero2", "gemini"], run=RUNS)
+@matrix(["zero1", "zero2", "gemini"], run=SHARDED)
 def test_masters_follow_the_values_of_a_file_without_their_digits(run, tmp_path):
     """Masters that stayed as they were would undo the load at the next step."""
     path = tmp_path / "model.safetensors"
     values = llama(seed=13).state_dict()
     save_file({name: tensor.bfloat16() for name, tensor in values.items() if name != "lm_head.weight"}, path)
-    run_on_ranks(load_rounded_file, RUNS[run][2], run, str(path))
+    run_on_ranks(load_rounded_file, SETTINGS[run].num_ranks, run, str(path))
 
 
 def save_fp32_run(root):
-    booster = Booster()
-    model = llama(seed=5)
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    tokens = torch.arange(12).view(2, 6)
-    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
-    optimizer.step()
+    booster, model, optimizer = trained("single", None)
     booster.save_checkpoint(root, step=1, model=model, optimizer=optimizer)
     save_file({name: tensor.detach().clone() for name, tensor in model.named_parameters()}, f"{root}/expected")
 
@@ -124,14 +126,11 @@ def load_fp32_run(run, root):
 @pytest.mark.parametrize("run", ["zero2", "gemini", "hybrid-tp2-zero1"])
 def test_masters_take_the_values_of_an_fp32_run(run, tmp_path):
     run_on_ranks(save_fp32_run, 1, str(tmp_path))
-    run_on_ranks(load_fp32_run, RUNS[run][2], run, str(tmp_path))
+    run_on_ranks(load_fp32_run, SETTINGS[run].num_ranks, run, str(tmp_path))
 
 
 def save_bf16_run(folder):
-    booster, model, optimizer = boosted("zero2", "bf16")
-    tokens = torch.arange(12).view(2, 6)
-    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
-    optimizer.step()
+    booster, model, optimizer = trained("zero2", "bf16")
     booster.save_model(model, f"{folder}/m", shard=True)
     booster.save_optimizer(optimizer, f"{folder}/o", shard=True)
 

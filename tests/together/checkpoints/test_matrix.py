@@ -2,7 +2,7 @@
 
 The state is compared bit for bit, and then the next step. The conformance kit tests each plugin's usual settings so, in
 each precision; here are other numbers of ranks, other options, and optimizers of whole matrices. Any two exchange
-checkpoints, as both do with one device, and all write the same bytes (test_golden_plugins.py).
+checkpoints, as both do with one device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
+"""`booster convert` and `booster inspect`: what they write, show and check, and what they refuse."""
+
 from __future__ import annotations
 
 import itertools
 import json
+import re
+import shutil
 
 import pytest
 import torch
@@ -9,12 +13,12 @@ from click.testing import CliRunner
 from resumable import ResumableRun
 from safetensors.torch import load_file
 
-from booster_checkpoint.load.source import Source
+from booster_checkpoint.load.source import open_source
 from booster_checkpoint.storage import locate
 from booster_checkpoint.tools.convert import convert
 from booster_core import Booster
 from booster_core.cli import main
-from booster_core.errors import CheckpointError, ConfigError
+from booster_core.errors import CheckpointError
 from booster_testing import peak_memory
 
 FORMS = {
@@ -91,15 +95,15 @@ def test_a_file_becomes_a_file(training, tmp_path):
     assert torch.equal(load_file(tmp_path / "c.safetensors")["weight"], model.weight)
 
 
-def test_other_files_of_a_folder_come_along(training, tmp_path):
-    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", shard=True)
+@pytest.mark.parametrize(
+    ("source", "target", "base"), [("safetensors", "bin", "pytorch_model"), ("dcp", "safetensors", "model")]
+)
+def test_other_files_of_a_folder_come_along(source, target, base, training, tmp_path):
+    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", **FORMS[source])
     (tmp_path / "a" / "config.json").write_text('{"model_type": "none"}')
-    assert run(tmp_path / "a", tmp_path / "b", "--to", "bin").exit_code == 0
-    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
-        "config.json",
-        "pytorch_model-00001-of-00001.bin",
-        "pytorch_model.bin.index.json",
-    ]
+    assert run(tmp_path / "a", tmp_path / "b", "--to", target).exit_code == 0
+    names = {"config.json", f"{base}-00001-of-00001.{target}", f"{base}.{target}.index.json"}
+    assert {path.name for path in (tmp_path / "b").iterdir()} == names
 
 
 @pytest.mark.parametrize(
@@ -116,27 +120,23 @@ def test_memory_stays_bounded(form, training, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "form", "message"),
+    ("source", "target", "form", "message"),
     [
-        ("b.bin", "safetensors", "does not name what `--to safetensors` writes"),
-        ("b.safetensors", "dcp", "does not name what `--to dcp` writes"),
-        ("there", "bin", "exists already"),
+        ("model", "b.bin", "safetensors", "does not name what `--to safetensors` writes"),
+        ("model", "b.safetensors", "dcp", "does not name what `--to dcp` writes"),
+        ("model", "there", "bin", "exists already"),
+        ("root/step-00000003", "b", "bin", r"(?s)Pass '.*model'"),
+        ("optimizer.safetensors", "b", "safetensors --dtype bf16", "keeps its dtypes"),
     ],
 )
-def test_a_target_that_does_not_fit_is_refused(target, form, message, training, tmp_path):
-    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", shard=True)
-    (tmp_path / "there").mkdir()
-    result = run(tmp_path / "a", tmp_path / target, "--to", form)
-    assert result.exit_code == 1
-    assert message in result.output
-
-
-def test_a_training_state_is_not_taken_for_a_model(training, tmp_path):
+def test_what_does_not_fit_is_refused(source, target, form, message, training, tmp_path):
+    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "model", shard=True)
+    training.booster.save_optimizer(training.optimizer, tmp_path / "optimizer.safetensors")
     training.save(tmp_path / "root")
-    result = run(tmp_path / "root" / "step-00000003", tmp_path / "b", "--to", "bin")
+    (tmp_path / "there").mkdir()
+    result = run(tmp_path / source, tmp_path / target, "--to", *form.split())
     assert result.exit_code == 1
-    assert "Pass '" in result.output
-    assert "model'" in result.output
+    assert re.search(message, result.output)
 
 
 def test_a_damaged_source_leaves_nothing_behind(training, tmp_path):
@@ -150,45 +150,28 @@ def test_a_damaged_source_leaves_nothing_behind(training, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_converts_the_dtype_of_a_model(form, tmp_path):
-    booster = Booster("cpu")
     model = Odd()
-    booster.save_model(model, tmp_path / "source", shard=True)
+    Booster("cpu").save_model(model, tmp_path / "source", shard=True)
     (tmp_path / "source" / "config.json").write_text('{"dtype": "float32", "n": 1}')
-    options = ["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--to", form, "--dtype", "bf16"]
-    result = CliRunner().invoke(main, options)
+    result = run(tmp_path / "source", tmp_path / "target", "--to", form, "--dtype", "bf16")
     assert result.exit_code == 0, result.output
-    source = Source(tmp_path / "target", "model")
-    try:
+    with open_source(tmp_path / "target", "model") as source:
         assert torch.equal(source.read_whole("linear.bias"), model.linear.bias.bfloat16())
         assert source.tensors["count"].dtype == torch.int64
-    finally:
-        source.close()
     if form != "dcp":
         assert json.loads((tmp_path / "target" / "config.json").read_text()) == {"dtype": "bfloat16", "n": 1}
 
 
-def test_an_optimizer_keeps_its_dtypes(tmp_path):
-    run = ResumableRun()
-    run.train(1)
-    run.booster.save_optimizer(run.optimizer, tmp_path / "optimizer.safetensors")
-    with pytest.raises(ConfigError, match="keeps its dtypes"):
-        convert(locate(tmp_path / "optimizer.safetensors"), locate(tmp_path / "o"), "safetensors", dtype=torch.bfloat16)
-
-
-def save_nested(run, folder, **more):
-    """Let torch write a model and its optimizer into one folder."""
+@pytest.fixture
+def nested(training, tmp_path, monkeypatch):
+    """A folder with model and optimizer, as scripts on torch alone write it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # torch sets it for good on import
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model, optimizer = get_state_dict(run.model.unwrap(), run.optimizer.unwrap())
-    dcp.save({"model": model, "optimizer": optimizer, **more}, checkpoint_id=folder, no_dist=True)
-
-
-@pytest.fixture
-def nested(training, tmp_path, monkeypatch):
-    """A folder with both of them, as scripts on torch alone write it, and the run that it is of."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # torch sets it for good on import
-    save_nested(training, tmp_path / "nested", step=3)
+    model, optimizer = get_state_dict(training.model.unwrap(), training.optimizer.unwrap())
+    state = {"model": model, "optimizer": optimizer, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "nested", no_dist=True)
     return tmp_path / "nested"
 
 
@@ -235,12 +218,138 @@ def test_a_large_file_beside_the_tensors_is_copied_in_pieces(training, tmp_path)
     assert (tmp_path / "b" / "notes.txt").stat().st_size == 300 << 20
 
 
-def test_the_files_of_a_dcp_folder_are_not_copied_beside_what_they_became(training, tmp_path):
-    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", gather_dtensor=False)
-    (tmp_path / "a" / "notes.txt").write_text("mine")
-    convert(locate(tmp_path / "a"), locate(tmp_path / "b"), "safetensors")
-    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
-        "model-00001-of-00001.safetensors",
-        "model.safetensors.index.json",
-        "notes.txt",
-    ]
+# ---- `booster inspect`
+
+
+def inspect(*arguments):
+    return CliRunner().invoke(main, ["inspect", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A root with two steps."""
+    folder = tmp_path_factory.mktemp("root")
+    training = ResumableRun()
+    for step in (3, 6):
+        training.train(step)
+        training.save(folder, extra={"best": 0.5})
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A Booster and a model with two tensors, to be saved in ``tmp_path``."""
+    return ResumableRun().booster, torch.nn.Linear(3, 5).bfloat16()
+
+
+def test_a_training_state_shows_what_wrote_it_and_its_tensors(root):
+    result = inspect(root / "step-00000006")
+    assert result.exit_code == 0, result.output
+    for text in ("training state", "step: 6", "torch", "CosineAnnealingLR", "extra: best", "random states: of 1 rank"):
+        assert text in result.output
+    lines = {line.split()[0]: line.split()[1:] for line in result.output.splitlines() if line.strip()}
+    file = "model/model-00001-of-00001.safetensors"
+    assert lines["first.weight"] == ["float32", "32x8", "1,024", file]
+    assert lines["seen"] == ["int64", "scalar", "8", file]
+    assert lines["first.weight/exp_avg"][:3] == ["float32", "32x8", "1,024"]
+    assert result.output.splitlines()[-1].startswith("17 tensors, ")
+
+
+def test_a_root_lists_its_steps(root):
+    result = inspect(root)
+    assert result.exit_code == 0
+    assert "latest: step-00000006" in result.output
+    assert "step-00000003: " in result.output
+
+
+@pytest.mark.parametrize("spoil", [lambda content: content[:40], lambda content: content.replace(b"3", b"4")])
+def test_a_root_goes_on_after_a_damaged_manifest(spoil, root, tmp_path):
+    shutil.copytree(root, tmp_path / "root")
+    manifest = tmp_path / "root" / "step-00000003" / "manifest.json"
+    manifest.write_bytes(spoil(manifest.read_bytes()))
+    result = inspect(tmp_path / "root")
+    assert result.exit_code == 0
+    assert "step-00000003: not whole: " in result.output
+    assert "step-00000006: 1" in result.output or "step-00000006: 2" in result.output
+    assert inspect("--check", tmp_path / "root").exit_code == 1
+
+
+def test_json_holds_the_same(root):
+    found = json.loads(inspect("--json", root / "step-00000006" / "model").output)
+    assert found["kind"] == "model"
+    assert {row["name"]: row["shape"] for row in found["tensors"]}["second.weight"] == [4, 32]
+
+
+def test_the_optimizers_folder_shows_its_groups(root):
+    result = inspect(root / "step-00000003" / "optimizer")
+    assert "optimizer" in result.output.splitlines()[0]
+    assert "parameter groups: 4 parameters, " in result.output
+    assert "weight_decay=0.01" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("one.safetensors", {}),
+        ("one.bin", {"use_safetensors": False}),
+        ("folder", {"shard": True}),
+        ("folder", {"shard": True, "use_safetensors": False}),
+        ("dcp", {"gather_dtensor": False}),
+    ],
+)
+def test_every_form_of_a_model(name, options, model, tmp_path):
+    booster, module = model
+    booster.save_model(module, tmp_path / name, **options)
+    result = inspect(tmp_path / name)
+    assert result.exit_code == 0, result.output
+    assert "weight  bfloat16  5x3" in result.output
+    assert "2 tensors, 40 bytes, 1 files" in result.output
+
+
+def test_no_values_are_read(root, tmp_path):
+    shutil.copytree(root / "step-00000006" / "model", tmp_path / "model")
+    file = next((tmp_path / "model").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-100:] = b"\xff" * 100
+    file.write_bytes(content)
+    assert inspect(tmp_path / "model").output.count("float32") == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "There is no model checkpoint at"),
+        (lambda path: path.mkdir(), "holds no model checkpoint"),
+        (lambda path: path.write_bytes(b"short"), "too few for a safetensors file"),
+        (lambda path: path.write_bytes(b"\xff" * 100), "announces a header of"),
+    ],
+    ids=["absent", "empty", "short", "garbage"],
+)
+def test_what_is_no_checkpoint_is_an_error(make, message, tmp_path):
+    make(tmp_path / "it")
+    result = inspect(tmp_path / "it")
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+# ---- whether it is whole; what damage it names is in `test_training_faults`
+
+
+def check(path):
+    result = inspect("--check", path)
+    return result.exit_code, result.output
+
+
+def test_what_is_whole_passes_and_it_says_what_it_could_not_check(root, tmp_path):
+    for path in ("", "step-00000006", "step-00000006/model", "step-00000006/optimizer"):
+        code, output = check(root / path)
+        assert code == 0, output
+        assert "whole (checked sizes and checksums" in output
+    shutil.copytree(root / "step-00000006" / "model", tmp_path / "model")
+    assert "there is no manifest with checksums" in check(tmp_path / "model")[1]
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("first.weight", "third.weight"))
+    code, output = check(tmp_path / "model")
+    assert code == 1
+    assert "'third.weight'" in output
+    assert "There is no model checkpoint" in check(tmp_path / "none")[1]
