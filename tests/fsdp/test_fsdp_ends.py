@@ -1,7 +1,5 @@
 """Embedding and output head as units of their own: what is gathered when, and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

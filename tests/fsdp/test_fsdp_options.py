@@ -1,7 +1,5 @@
 """Effects of the FSDP plugin's options: when and over which ranks parameters are gathered, and what is replicated."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

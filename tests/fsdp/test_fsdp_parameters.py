@@ -1,7 +1,5 @@
 """Parameters that torch's FSDP can't shard are replicated, or refused on every rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process

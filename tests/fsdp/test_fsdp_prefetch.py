@@ -1,7 +1,5 @@
 """Units of the FSDP plugin that are gathered ahead of their forward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

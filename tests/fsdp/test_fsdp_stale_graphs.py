@@ -1,7 +1,5 @@
 """Backward through a graph that is older than the parameters raises, as autograd does without FSDP."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from matrix import matrix, named
@@ -19,7 +17,7 @@ from booster_testing import expect_on_ranks
 
 
 class Net(nn.Module):
-    def __init__(self, *, recomputed=False) -> None:
+    def __init__(self, *, recomputed=False):
         super().__init__()
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
         self.recomputed = recomputed

@@ -1,7 +1,5 @@
 """The options that are passed to torch, compared with ``fully_shard`` by hand: gradients, dtypes and placements."""
 
-from __future__ import annotations
-
 import dataclasses
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """FSDP compared with one process on various models, by parameter name; evaluation, generation and loading."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -24,7 +22,7 @@ from booster_testing.training import whole_model
 class ConvNet(nn.Module):
     """Convolutions with GroupNorm, a layer in another memory format, and a scalar parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 10, 3), nn.GroupNorm(2, 10), nn.ReLU(), nn.Conv2d(10, 7, 3))
         self.body.to(memory_format=torch.channels_last)
@@ -169,7 +167,7 @@ def test_loading_after_an_evaluation_loads_into_the_shards(tmp_path):
 class Inplace(nn.Module):
     """Changes the output of a unit in place, a view."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
         self.outer = nn.Linear(4, 4)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from torch import nn
 
@@ -11,14 +9,14 @@ from booster_testing.models import tiny_llama
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.second = nn.Linear(4, 4)
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(10, 4)
         self.blocks = nn.ModuleList(Block() for _ in range(2))

@@ -1,7 +1,5 @@
 """Parameters that only some ranks use, under accumulation in bf16: gradients of one unit in several dtypes."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch
@@ -22,7 +20,7 @@ BF16 = torch.bfloat16
 class Forked(nn.Module):
     """A trunk and branches, of which a caller chooses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.trunk, self.left, self.right = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
         self.never = nn.Linear(8, 4)

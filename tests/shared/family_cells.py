@@ -3,10 +3,7 @@
 The comparison is that of `booster_tools.verify`: outputs, losses, each parameter's gradient and its update.
 """
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any
 
 import torch
 from family_models import SAMPLES, batch_of, build, check_tiny, has_experts
@@ -22,16 +19,7 @@ from booster_testing import RankError, run_on_ranks
 from booster_testing.rank_pool import RankDiedError, RankTimeoutError
 from booster_tools import TrainingFunctions, verify
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from booster_core.plugin import BoostContext, Boosted
-    from booster_tools.verification import Verification
-
-COLUMNS: dict[str, dict[str, Any]] = {
+COLUMNS = {
     "tp": {"tp_size": 2},
     "pp": {"pp_size": 2, "num_microbatches": 2},
     "split_gather": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
@@ -59,7 +47,7 @@ class CellError(Exception):
         line: First line of its message.
     """
 
-    def __init__(self, phase: str, kind: str, line: str) -> None:
+    def __init__(self, phase, kind, line):
         super().__init__(phase, kind, line)
         self.phase, self.kind, self.line = phase, kind, line
 
@@ -68,16 +56,16 @@ class _Watched(HybridParallelPlugin):
     """The plugin, which is given a data loader at `boost`, and notes whether it has come through."""
 
     is_boosted = False
-    dataloader: DataLoader[Any] | None = None
+    dataloader = None
 
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+    def configure(self, objects, context):
         """Configure as usual."""
         boosted = super().configure(objects._replace(dataloader=self.dataloader), context)
         self.is_boosted = True
         return boosted._replace(dataloader=objects.dataloader)
 
 
-def measure_plain(name: str) -> Cell:
+def measure_plain(name):
     """Train a family's model in one process; the cell says whether that works, and whether it has experts."""
     try:
         (found,) = run_on_ranks(_train_plainly, 1, name, timeout_seconds=_TIMEOUT_SECONDS)
@@ -86,7 +74,7 @@ def measure_plain(name: str) -> Cell:
     return Cell(state="ok", options=found)
 
 
-def measure(name: str, column: str) -> tuple[Cell, str]:
+def measure(name, column):
     """Measure a cell; also return the whole error, if there is one."""
     try:
         findings, is_double = run_on_ranks(
@@ -103,7 +91,7 @@ def measure(name: str, column: str) -> tuple[Cell, str]:
     return Cell(state="wrong" if findings else "exact", options=options, findings=findings[:1]), "\n".join(findings)
 
 
-def cell_of_error(error: RankError) -> Cell:
+def cell_of_error(error):
     """Return a refusal, at `boost` or later, if every rank raised one error of Booster's; else a crash."""
     found = list(error.exceptions.values())
     first = found[0] if found else None
@@ -113,13 +101,13 @@ def cell_of_error(error: RankError) -> Cell:
     return Cell(state="crash", findings=_first_errors(error))
 
 
-def _first_errors(error: RankError) -> list[str]:
+def _first_errors(error):
     found = [each for each in error.exceptions.values() if each is not None]
     texts = [f"{each.phase}: {each.kind}: {each.line}" for each in found if isinstance(each, CellError)]
     return texts[:1] or [f"{type(error).__name__}: {first_line(error)}"]
 
 
-def _train_plainly(name: str) -> dict[str, Any]:
+def _train_plainly(name):
     """Run forward and backward; return facts about the model."""
     with quiet(), phase("build"):
         check_tiny(name)
@@ -134,9 +122,9 @@ def _train_plainly(name: str) -> dict[str, Any]:
     return {"class": type(model).__name__, "policy": _policy_of(model), "has_experts": has_experts(model)}
 
 
-def _policy_of(model: nn.Module) -> str:
+def _policy_of(model):
     """Return where the model's tensor policy is from: us, transformers' plan, or nowhere."""
-    config: Any = model.config
+    config = model.config
     parts = [config, config.get_text_config()]
     if config.model_type.replace("-", "_") not in FAMILIES and any(
         getattr(each, "base_model_tp_plan", None) for each in parts
@@ -149,7 +137,7 @@ def _policy_of(model: nn.Module) -> str:
     return "ours"
 
 
-def _compare(name: str, column: str) -> tuple[list[str], bool]:
+def _compare(name, column):
     """Compare with one process in fp32, and in fp64 if that differs; return what differs, and whether it was fp64."""
     with quiet():
         found = _verified(name, column, torch.float32)
@@ -162,7 +150,7 @@ def _compare(name: str, column: str) -> tuple[list[str], bool]:
         return [str(each) for each in exact.unexplained], True
 
 
-def _verified(name: str, column: str, dtype: torch.dtype) -> Verification:
+def _verified(name, column, dtype):
     is_double = dtype == torch.float64
     batch = pytree.tree_map_only(
         torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, batch_of(name)
@@ -171,7 +159,7 @@ def _verified(name: str, column: str, dtype: torch.dtype) -> Verification:
     if "pp_size" in options:
         options["example_batch"] = batch
 
-    def make() -> tuple[nn.Module, Optimizer]:
+    def make():
         model = build(name).to(dtype)
         if is_double:
             model.config._experts_implementation = "eager"
@@ -189,7 +177,7 @@ def _verified(name: str, column: str, dtype: torch.dtype) -> Verification:
 
 
 @contextlib.contextmanager
-def phase(phase: str | Callable[[], str]) -> Any:
+def phase(phase):
     """Name the phase in an error."""
     try:
         yield

@@ -4,18 +4,12 @@
 ``python tests/shared/family_results.py docs`` writes the page again.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from zoo_results import read, read_table, write_table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 COLUMNS = ("tp", "pp", "split_gather", "ulysses", "ring", "ep")
 VISION_COLUMNS = ("ddp", "fsdp", "zero", "gemini", "tp", "pp", "split_gather", "ulysses")
@@ -77,7 +71,7 @@ pipeline needs it where any batch has some, and a pipeline whose images are rows
 """
 
 
-def table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+def table(recorded):
     """Return a row of text for each family, in the order of their names, from the contents of the files."""
     rows = []
     for each in sorted(recorded, key=lambda each: str(each["name"])):
@@ -91,7 +85,7 @@ def table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
     return rows
 
 
-def vision_table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+def vision_table(recorded):
     """Return a row of text for each vision-language model, in the order of their names."""
     return [
         {"model": each["name"], **{column: _cell(each, column) for column in VISION_COLUMNS if column in each["cells"]}}
@@ -99,10 +93,10 @@ def vision_table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
     ]
 
 
-def vision_part(rows: list[dict[str, str]]) -> str:
+def vision_part(rows):
     """Return the part of the page about vision-language models."""
     lines = [f"| | {' | '.join(VISION_COLUMNS)} |", "|---" * (len(VISION_COLUMNS) + 1) + "|"]
-    reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    reasons = defaultdict(lambda: defaultdict(list))
     for row in rows:
         texts = {column: row[column].partition(": ") for column in VISION_COLUMNS}
         lines.append(f"| {row['model']} | {' | '.join(STATES[state] for state, _, _ in texts.values())} |")
@@ -117,7 +111,7 @@ def vision_part(rows: list[dict[str, str]]) -> str:
     return "\n".join([_VISION, *lines, *([""] if listed else []), *listed, ""])
 
 
-def page(rows: list[dict[str, str]]) -> str:
+def page(rows):
     """Return the page of a table: how many cells have which state, and why cells are refused."""
     measured = [row for row in rows if row[PLAIN] == "ok"]
     others = [row for row in rows if row[PLAIN] != "ok"]
@@ -146,7 +140,7 @@ _POLICIES = {"transformers": "transformers' own plan", "ours": "a policy of ours
 _WITHOUT = "{} families have neither, and are refused unless you [write a policy](sharding-policies.md)."
 
 
-def _totals(rows: list[dict[str, str]]) -> str:
+def _totals(rows):
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for state, shown in STATES.items():
         counts = [sum(row[column].partition(":")[0] == state for row in rows) for column in COLUMNS]
@@ -155,9 +149,9 @@ def _totals(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _reasons(rows: list[dict[str, str]]) -> str:
+def _reasons(rows):
     """Return a table of reasons: in how many cells of which columns, and of which families."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
+    found = defaultdict(Counter)
     for row in rows:
         for column in COLUMNS:
             state, _, text = row[column].partition(": ")
@@ -172,11 +166,11 @@ def _reasons(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _kind(text: str) -> str:
+def _kind(text):
     return next((words for pattern, words in KINDS.items() if re.search(pattern, text)), text)
 
 
-def _cell(family: dict[str, Any], column: str) -> str:
+def _cell(family, column):
     """Return the text of a cell."""
     cell = family["cells"].get(column)
     if cell is not None:
@@ -185,11 +179,11 @@ def _cell(family: dict[str, Any], column: str) -> str:
     return NO_EXPERTS if is_without else ""
 
 
-def _text(cell: dict[str, Any], family: dict[str, Any]) -> str:
+def _text(cell, family):
     return f"{cell['state']}: {_shown(cell['findings'][0], family)}" if cell["findings"] else str(cell["state"])
 
 
-def _shown(text: str, family: dict[str, Any]) -> str:
+def _shown(text, family):
     """Return the first sentence of a finding as plain text, alike for families with the same one."""
     line = " ".join(text.split())
     kind = family["cells"].get(PLAIN, {}).get("options", {}).get("class")
@@ -200,13 +194,13 @@ def _shown(text: str, family: dict[str, Any]) -> str:
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST].rpartition(' ')[0]} ..."
 
 
-def whole_page(tables: Path) -> str:
+def whole_page(tables):
     """Return the page of all tables in a folder."""
     parts = page(read_table(tables / "families.csv")), vision_part(read_table(tables / "vision.csv"))
     return "\n".join(parts)
 
 
-def main() -> None:
+def main():
     """Write the table where results are given, and the page."""
     *results, docs = map(Path, sys.argv[1:])
     path = docs / "tables" / "families.csv"

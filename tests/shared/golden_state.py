@@ -3,8 +3,6 @@
 No value passes through arithmetic, so the bytes are those of the formats alone, on any machine and with any torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

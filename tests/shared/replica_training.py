@@ -3,15 +3,12 @@
 `python replica_training.py '{"inner": "zero", ...}'`, with the environment of torchrun and of the groups.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from booster_core import Booster, launch
 from booster_ft import FaultTolerantPlugin
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS = {
     "inner": "ddp",
     "inner_options": {},
     "plugin": {},
@@ -34,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def digest_of(tensors: Any) -> str:
+def digest_of(tensors):
     """Return a digest of tensors' bits."""
     found = hashlib.sha256()
     for tensor in tensors:
@@ -49,7 +46,7 @@ class Rank:
         options: As given to the script.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options):
         self.options = options
         self.folder = Path(options["log"])
         self.log = self.folder / f"group{os.environ['REPLICA_GROUP_ID']}-rank{os.environ['RANK']}.jsonl"
@@ -66,16 +63,16 @@ class Rank:
         objects = self.booster.boost(model, optimizer, None, loader, StepLR(optimizer, 20, gamma=0.9))
         self.model, self.optimizer, _, self.loader, self.scheduler = objects
 
-    def say(self, **facts: Any) -> None:
+    def say(self, **facts):
         """Write a line into the log."""
         with self.log.open("a") as stream:
             stream.write(json.dumps({"time": time.time(), "pid": os.getpid(), **facts}) + "\n")
 
-    def goes_on(self) -> bool:
+    def goes_on(self):
         """Return whether another step is to be taken."""
         return self.plugin.step < (int(self.end.read_text()) if self.end.exists() else self.options["steps"])
 
-    def train(self) -> None:
+    def train(self):
         """Train until the run has committed its steps."""
         for x, index in self.loader:
             if not self.goes_on():
@@ -107,7 +104,7 @@ class Rank:
                 self.save()
             time.sleep(self.options["sleep"])
 
-    def save(self) -> None:
+    def save(self):
         """Save a checkpoint of this group."""
         self.booster.save_checkpoint(
             self.folder / f"checkpoint-group{self.plugin.config.replica_id}",
@@ -120,7 +117,7 @@ class Rank:
         self.say(event="saved", step=self.plugin.step)
 
 
-def main() -> None:
+def main():
     """Train as the options say."""
     options = {**DEFAULTS, **json.loads(sys.argv[1])}
     launch(verbose=False, timeout_seconds=30)

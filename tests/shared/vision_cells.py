@@ -4,10 +4,6 @@ Each cell is trained on batches with images, of text alone, and of both: under a
 images then and the other has none; otherwise a part of the samples has, in a pipeline those of one microbatch.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import torch
 from family_cells import COLUMNS as SPLIT
 from family_cells import cell_of_error, phase
@@ -26,15 +22,7 @@ from booster_tools.verification.losses import Losses, loss_of_outputs
 from booster_tools.verification.run import compare_with_one_process
 from booster_zero import LowLevelZeroPlugin
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from booster_core.plugin import Plugin
-
-_DATA_PARALLEL: dict[str, Callable[[], Plugin]] = {
+_DATA_PARALLEL = {
     "ddp": TorchDDPPlugin,
     "fsdp": TorchFSDPPlugin,
     "zero": lambda: LowLevelZeroPlugin(stage=2),
@@ -42,7 +30,7 @@ _DATA_PARALLEL: dict[str, Callable[[], Plugin]] = {
 }
 COLUMNS = (*_DATA_PARALLEL, "tp", "pp", "split_gather", "ulysses")
 _ALL, _NONE = (True,) * SAMPLES, (False,) * SAMPLES
-BATCHES: dict[str, tuple[tuple[bool, ...], tuple[bool, ...]]] = {
+BATCHES = {
     "images": (_ALL, _ALL),
     "text": (_NONE, _NONE),
     "both": (_ALL, _NONE),
@@ -53,7 +41,7 @@ _TIMEOUT_SECONDS = 180.0
 _GROUP_TIMEOUT_SECONDS = 30.0
 
 
-def measure_vision(name: str, column: str) -> tuple[Cell, str]:
+def measure_vision(name, column):
     """Measure a cell on each kind of batch; also return the whole errors, if there are any."""
     found = {kind: _measure(name, column, kind) for kind in BATCHES}
     text = "\n".join(text for _, text in found.values())
@@ -66,7 +54,7 @@ def measure_vision(name: str, column: str) -> tuple[Cell, str]:
     return Cell(state=state, findings=[shown] if reasons else []), text
 
 
-def _measure(name: str, column: str, kind: str) -> tuple[Cell, str]:
+def _measure(name, column, kind):
     times = {"timeout_seconds": _TIMEOUT_SECONDS, "group_timeout_seconds": _GROUP_TIMEOUT_SECONDS}
     try:
         findings = run_on_ranks(_differences, WORLD_SIZE, name, column, kind, **times)[0]
@@ -75,12 +63,12 @@ def _measure(name: str, column: str, kind: str) -> tuple[Cell, str]:
     return Cell(state="wrong" if findings else "exact", findings=findings[:1]), "\n".join(findings)
 
 
-def _differences(name: str, column: str, kind: str) -> list[str]:
+def _differences(name, column, kind):
     """Return what differs from one process."""
     plugin, shares = _plugin(name, column), _shares(name, column, kind)
     is_boosted, configure = False, plugin.configure
 
-    def watched(*args: Any) -> Any:
+    def watched(*args):
         nonlocal is_boosted
         boosted = configure(*args)
         is_boosted = True
@@ -88,7 +76,7 @@ def _differences(name: str, column: str, kind: str) -> list[str]:
 
     vars(plugin)["configure"] = watched
 
-    def make() -> tuple[nn.Module, Optimizer]:
+    def make():
         torch.manual_seed(20)
         model = build_vision(name)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2, weight_decay=0.0)
@@ -99,7 +87,7 @@ def _differences(name: str, column: str, kind: str) -> list[str]:
     return [str(each) for each in found if not each.is_explained]
 
 
-def _plugin(name: str, column: str) -> Plugin:
+def _plugin(name, column):
     if column in _DATA_PARALLEL:
         return _DATA_PARALLEL[column]()
     options = dict(SPLIT[column])
@@ -108,7 +96,7 @@ def _plugin(name: str, column: str) -> Plugin:
     return HybridParallelPlugin(**options, example_batch=vision_batch(name, _ALL))
 
 
-def _shares(name: str, column: str, kind: str) -> list[Any]:
+def _shares(name, column, kind):
     """Return the batch of each data parallel rank."""
     first, second = BATCHES[kind]
     if column in _DATA_PARALLEL:
@@ -116,7 +104,7 @@ def _shares(name: str, column: str, kind: str) -> list[Any]:
     return [vision_batch(name, (*first[: SAMPLES // 2], *second[: SAMPLES // 2]))]
 
 
-def _split_batch(batch: dict[str, Any], count: int) -> list[tuple[dict[str, Any], int]]:
+def _split_batch(batch, count):
     """Split a batch as scripts of such models do: what is there for images, by the images of the samples."""
     size = SAMPLES // count
     tokens = batch["input_ids"]

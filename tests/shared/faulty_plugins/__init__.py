@@ -1,7 +1,5 @@
 """Copies of the kit's reference plugins with one fault each: the conformance kit must find every one."""
 
-from __future__ import annotations
-
 from reference_plugins import ReferenceOptimizer, ReferencePlugin, ReferenceStateAdapter
 
 from booster_core.plugin import ModelWrapper, Plugin
@@ -10,13 +8,13 @@ from faulty_plugins import gradients, parameters, pipeline, state
 _PARTS = {"optimizer_class": ReferenceOptimizer, "adapter_class": ReferenceStateAdapter, "model_class": ModelWrapper}
 
 
-def _plugin_with(part: type) -> type:
+def _plugin_with(part):
     """Return `ReferencePlugin` with a faulty part, of the same name."""
     (place,) = (place for place, kind in _PARTS.items() if issubclass(part, kind))
     return type(part.__name__, (ReferencePlugin,), {"__module__": __name__, "__doc__": part.__doc__, place: part})
 
 
-FAULTY: dict[str, type] = {
+FAULTY = {
     name: each if issubclass(each, Plugin) else _plugin_with(each)
     for module in (gradients, parameters, pipeline, state)
     for name, each in vars(module).items()

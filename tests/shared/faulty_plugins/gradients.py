@@ -1,39 +1,26 @@
 """Mutants of `ReferencePlugin`, or of its optimizer, that get gradients, norms or overflows wrong."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from reference_plugins import ReferenceOptimizer, ReferencePlugin
-from typing_extensions import override
 
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import ModelWrapper
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-
-    from booster_core.plugin import BoostContext, Boosted
 
 
 class SumsGradients(ReferenceOptimizer):
     """Sums gradients over ranks in place of averaging them."""
 
-    @override
-    def reduce(self, gradient: Tensor) -> None:
+    def reduce(self, gradient):
         dist.all_reduce(gradient)
 
 
 class SumsGradientsAfterTheFirstStep(ReferenceOptimizer):
     """Averages gradients in the first step, and sums them in later ones."""
 
-    @override
-    def reduce(self, gradient: Tensor) -> None:
+    def reduce(self, gradient):
         dist.all_reduce(gradient)
         if not self.num_steps:
             gradient /= dist.get_world_size()
@@ -42,8 +29,7 @@ class SumsGradientsAfterTheFirstStep(ReferenceOptimizer):
 class FlattensPresentGradients(ReferenceOptimizer):
     """Averages one buffer of the gradients that a rank has, whichever another rank has."""
 
-    @override
-    def average(self) -> None:
+    def average(self):
         if not self.has_local_gradients:
             return
         self.has_local_gradients = False
@@ -57,16 +43,14 @@ class FlattensPresentGradients(ReferenceOptimizer):
 class WithoutAveraging(ReferenceOptimizer):
     """Steps with each rank's own gradients."""
 
-    @override
-    def average(self) -> None:
+    def average(self):
         pass
 
 
 class KeepsLastMicroBatch(ReferenceOptimizer):
     """Keeps the gradients of the last micro-batch only."""
 
-    @override
-    def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
+    def backward(self, loss, inputs=None, *, retain_graph=False):
         self.optim.zero_grad()
         super().backward(loss, inputs, retain_graph=retain_graph)
 
@@ -74,54 +58,49 @@ class KeepsLastMicroBatch(ReferenceOptimizer):
 class _ForgetsToAverage(ReferenceOptimizer):
     is_evaluated = False
 
-    @override
-    def average(self) -> None:
+    def average(self):
         if not self.is_evaluated:
             super().average()
 
-    @override
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         result = super().step(closure)
         self.is_evaluated = False
         return result
 
 
 class _NotesEvaluation(ModelWrapper):
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        optimizer: Any = self.boosted_optimizer
+    def _forward(self, *args, **kwargs):
+        optimizer = self.boosted_optimizer
         if not self.training and optimizer is not None:
             optimizer.is_evaluated = True
         return super()._forward(*args, **kwargs)
 
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _ForgetsToAverage
+    optimizer_class = _ForgetsToAverage
 
 
 class AveragesNoMoreAfterEvaluation(ReferencePlugin):
     """Does not average gradients between an evaluation and the next step."""
 
-    model_class: ClassVar[type[ModelWrapper]] = _NotesEvaluation
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _ForgetsToAverage
+    model_class = _NotesEvaluation
+    optimizer_class = _ForgetsToAverage
 
 
 class SyncsUnderNoSync(ReferencePlugin):
     """Communicates under ``no_sync`` as outside of it; the gradients are right."""
 
-    @override
-    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
+    def no_sync(self, model):
         return contextlib.nullcontext()
 
 
 class SyncsModelThatWasBoostedFirst(ReferencePlugin):
     """Knows the optimizer of the last model only, which any ``no_sync`` is for; the gradients are right."""
 
-    @override
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+    def configure(self, objects, context):
         boosted = super().configure(objects, context)
         self.last_optimizer = boosted.optimizer
         return boosted
 
-    @override
-    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
+    def no_sync(self, model):
         last = self.last_optimizer
         return last.accumulating() if isinstance(last, ReferenceOptimizer) else super().no_sync(model)
 
@@ -129,8 +108,7 @@ class SyncsModelThatWasBoostedFirst(ReferencePlugin):
 class NormOfOwnPart(ReferenceOptimizer):
     """Clips by the norm of the gradients that this rank counts, without adding the other ranks'."""
 
-    @override
-    def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+    def clip_gradients(self, max_norm, norm_type, *, error_if_nonfinite):
         gradients = self.gradients()
         own = gradients[dist.get_rank() :: dist.get_world_size()]
         return clip_by_norm(gradients, max_norm, norm_type, counted=own, error_if_nonfinite=error_if_nonfinite)
@@ -139,24 +117,21 @@ class NormOfOwnPart(ReferenceOptimizer):
 class IgnoresNormType(ReferenceOptimizer):
     """Clips by the Euclidean norm, whatever is asked for."""
 
-    @override
-    def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+    def clip_gradients(self, max_norm, norm_type, *, error_if_nonfinite):
         return super().clip_gradients(max_norm, 2.0, error_if_nonfinite=error_if_nonfinite)
 
 
 class IgnoresErrorIfNonfinite(ReferenceOptimizer):
     """Does not raise where the norm is infinite."""
 
-    @override
-    def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+    def clip_gradients(self, max_norm, norm_type, *, error_if_nonfinite):
         return super().clip_gradients(max_norm, norm_type, error_if_nonfinite=False)
 
 
 class HasNoEffectOfZeroGrad(ReferenceOptimizer):
     """Leaves gradients as they are when they are to be zeroed."""
 
-    @override
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none=True):
         if set_to_none:
             super().zero_grad(set_to_none)
 
@@ -166,13 +141,11 @@ class DecidesOverflowLocally(ReferenceOptimizer):
 
     found_here = False
 
-    @override
-    def average(self) -> None:
+    def average(self):
         if self.has_local_gradients:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             self.found_here = not all(bool(gradient.isfinite().all()) for gradient in gradients)
         super().average()
 
-    @override
-    def overflow_anywhere(self, overflow: bool) -> bool:
+    def overflow_anywhere(self, overflow):
         return self.found_here

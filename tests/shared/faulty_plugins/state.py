@@ -1,40 +1,24 @@
 """Mutants of the state adapter of `ReferencePlugin`: checkpoints lack something or mean something else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from reference_plugins import ReferenceStateAdapter
-from typing_extensions import override
 
 from booster_core.plugin import unwrap_model
 from booster_core.state import NamedTensors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from booster_core.state import ParamGroup, TensorMeta, TensorShard
 
 
 class ForgetsMasters(ReferenceStateAdapter):
     """Does not save masters."""
 
-    @override
-    def master_shards(self) -> Iterator[TensorShard]:
+    def master_shards(self):
         return iter(())
 
 
 class IgnoresSavedLearningRate(ReferenceStateAdapter):
     """Keeps the options of its own parameter groups when it loads."""
 
-    @override
-    def prepare_optimizer_load(
-        self,
-        tensors: Mapping[str, Mapping[str, TensorMeta]],
-        scalars: Mapping[str, Mapping[str, Any]],
-        groups: Sequence[ParamGroup],
-    ) -> None:
+    def prepare_optimizer_load(self, tensors, scalars, groups):
         super().prepare_optimizer_load(tensors, scalars, self.param_groups())
 
 
@@ -44,8 +28,7 @@ _SWAPPED = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
 class SwapsMoments(ReferenceStateAdapter):
     """Saves and loads each of Adam's moments under the name of the other one."""
 
-    @override
-    def optimizer_shards(self) -> Iterator[TensorShard]:
+    def optimizer_shards(self):
         for shard in super().optimizer_shards():
             yield replace(shard, state=_SWAPPED.get(shard.state or "", shard.state))
 
@@ -53,8 +36,7 @@ class SwapsMoments(ReferenceStateAdapter):
 class ForgetsBuffers(ReferenceStateAdapter):
     """Neither saves nor loads buffers."""
 
-    @override
-    def model_shards(self) -> Iterator[TensorShard]:
+    def model_shards(self):
         buffers = {name for name, _ in unwrap_model(self.model).named_buffers()}
         return (shard for shard in super().model_shards() if shard.name not in buffers)
 
@@ -62,19 +44,16 @@ class ForgetsBuffers(ReferenceStateAdapter):
 class ForgetsExtraState(ReferenceStateAdapter):
     """Neither saves nor loads the extra state of modules."""
 
-    @override
-    def extra_state(self) -> Mapping[str, object]:
+    def extra_state(self):
         return {}
 
-    @override
-    def load_extra_state(self, values: Mapping[str, object]) -> None:
+    def load_extra_state(self, values):
         pass
 
 
 class ForgetsParameter(ReferenceStateAdapter):
     """Neither saves nor loads the model's first parameter."""
 
-    @override
-    def model_shards(self) -> Iterator[TensorShard]:
+    def model_shards(self):
         first = next(iter(NamedTensors.of(unwrap_model(self.model)).tensors))
         return (shard for shard in super().model_shards() if shard.name != first)

@@ -4,10 +4,7 @@
 torchvision) become importable then.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from isolated_libraries import import_quietly, use_isolated_libraries
 
@@ -26,10 +23,7 @@ from model_zoo.transformers_heads import HEADS
 from model_zoo.transformers_language import MODELS as _LANGUAGE
 from model_zoo.transformers_vision import MODELS as _VISION
 
-if TYPE_CHECKING:
-    from torch import nn
-
-ZOO: dict[str, ZooModel] = {
+ZOO = {
     model.name: model
     for model in (*_LANGUAGE, *_ENCODERS, *_VISION, *_AUDIO, *_TIMM, *_DIFFUSERS, *_TORCHREC, *_TORCHVISION)
 }
@@ -50,7 +44,7 @@ _TWICE = (
 )
 """Families whose language model is in both tables."""
 
-MATRIX: dict[str, ZooModel] = {
+MATRIX = {
     **ZOO,
     **{
         model.name: model
@@ -62,7 +56,7 @@ MATRIX: dict[str, ZooModel] = {
 """Every model, by name: those of ``ZOO``, which other tests use too, and those of the compatibility matrix alone."""
 
 
-def get_model(name: str) -> ZooModel:
+def get_model(name):
     """Return a model of the zoo by name; import its library without warnings.
 
     Raises:
@@ -75,10 +69,10 @@ def get_model(name: str) -> ZooModel:
     return model
 
 
-def deepened(name: str, **settings: Any) -> nn.Module:
+def deepened(name, **settings):
     """Return a model of transformers with four layers of one kind, and other settings of its configuration."""
     zoo = get_model(name)
-    model: Any = zoo.seeded()
+    model = zoo.seeded()
     for key, value in {"num_hidden_layers": 4, **settings}.items():
         setattr(model.config, key, value)
     if getattr(model.config, "layer_types", None):

@@ -1,28 +1,20 @@
 """diffusers models: an image quantizer and a denoiser."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from torch.nn.functional import mse_loss
 
 from model_zoo.fields import batch_of, normal, numbers
 from model_zoo.registry import ZooModel
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from model_zoo.registry import Batch
-
-_VQ: dict[str, Any] = {
+_VQ = {
     "block_out_channels": (8, 16),
     "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
     "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
     "norm_num_groups": 4,
     "num_vq_embeddings": 16,
 }
-_UNET: dict[str, Any] = {
+_UNET = {
     "sample_size": 8,
     "block_out_channels": (8, 16),
     "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
@@ -31,14 +23,14 @@ _UNET: dict[str, Any] = {
     "norm_num_groups": 4,
     "attention_head_dim": 4,
 }
-_KL: dict[str, Any] = {
+_KL = {
     "block_out_channels": (8, 16),
     "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
     "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
     "norm_num_groups": 4,
     "latent_channels": 4,
 }
-_CONDITIONED: dict[str, Any] = {
+_CONDITIONED = {
     "sample_size": 8,
     "in_channels": 4,
     "out_channels": 4,
@@ -50,7 +42,7 @@ _CONDITIONED: dict[str, Any] = {
     "attention_head_dim": 4,
     "cross_attention_dim": 16,
 }
-_DIT: dict[str, Any] = {
+_DIT = {
     "num_attention_heads": 2,
     "attention_head_dim": 8,
     "in_channels": 4,
@@ -64,26 +56,25 @@ _DIT: dict[str, Any] = {
 }
 
 
-def _build(name: str, settings: dict[str, Any]) -> nn.Module:
+def _build(name, settings):
     import diffusers
 
-    model: nn.Module = getattr(diffusers, name)(**settings)
+    model = getattr(diffusers, name)(**settings)
     for module in model.modules():
         if hasattr(module, "dropout_prob"):  # of class labels
             module.dropout_prob = 0.0
     return model
 
 
-def _reconstruction(output: Any, batch: Batch) -> Tensor:
-    loss: Tensor = mse_loss(output.sample, batch["sample"]) + output.commit_loss.mean()
-    return loss
+def _reconstruction(output, batch):
+    return mse_loss(output.sample, batch["sample"]) + output.commit_loss.mean()
 
 
-def _image(output: Any, batch: Batch) -> Tensor:
+def _image(output, batch):
     return mse_loss(output.sample, batch["sample"])
 
 
-def _noise(output: Any, batch: Batch) -> Tensor:
+def _noise(output, batch):
     return mse_loss(output.sample, batch["noise"])
 
 

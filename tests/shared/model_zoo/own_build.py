@@ -1,20 +1,11 @@
 """Entries for small modules of our own that take a batch ``x`` of shape ``(samples, 8)``."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from model_zoo.fields import batch_of, normal
 from model_zoo.registry import ZooModel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
 
 WIDTH = 8
 
 
-def own(name: str, build: Callable[[], nn.Module], **more: Any) -> ZooModel:
+def own(name, build, **more):
     """Return the entry of a module; a batch of normally distributed ``x`` unless another is given."""
     return ZooModel(name=f"own/{name}", build=build, **{"batch": batch_of(x=normal(WIDTH)), **more})

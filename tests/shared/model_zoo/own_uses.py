@@ -1,19 +1,16 @@
 """Modules that use their parameters in awkward ways: repeatedly, functionally, without backward, or twice backward."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from model_zoo.fields import batch_of, normal, numbers
 from model_zoo.own_build import WIDTH, own
 
 
-def _mlp() -> nn.Sequential:
+def _mlp():
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
 
 
@@ -24,14 +21,14 @@ class Wrapped(nn.Module):
         change: Registers a parametrization or a hook on the layer.
     """
 
-    def __init__(self, change: Any) -> None:
+    def __init__(self, change):
         super().__init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the hooks are deprecated, and still used
             self.inner = change(nn.Linear(WIDTH, WIDTH))
         self.last = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.last(torch.tanh(self.inner(x)))
 
 
@@ -42,23 +39,22 @@ class Recurrent(nn.Module):
         layer: Returns the layer.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer):
         super().__init__()
         self.inner = layer()
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)[0]
-        return out
+    def forward(self, x):
+        return self.inner(x)[0]
 
 
 class CellLoop(nn.Module):
     """A cell that is called in a loop."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.cell = nn.GRUCell(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         state = x.new_zeros(x.shape[0], WIDTH)
         for step in range(x.shape[1]):
             state = self.cell(x[:, step], state)
@@ -72,39 +68,39 @@ class TokenTable(nn.Module):
         table: The table.
     """
 
-    def __init__(self, table: nn.Module) -> None:
+    def __init__(self, table):
         super().__init__()
         self.table = table
         self.inner = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return torch.tanh(self.inner(self.table(tokens)))
 
 
 class DetachedBranch(nn.Module):
     """A branch whose result is computed and detached."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner, self.branch = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.tanh(self.inner(x)) * self.branch(x).detach()
 
 
 class HookedAccumulation(nn.Module):
     """A parameter with a hook that changes its accumulated gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.inner.weight.register_post_accumulate_grad_hook(_triple)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.tanh(self.inner(x))
 
 
-def _triple(parameter: Tensor) -> None:
+def _triple(parameter):
     if parameter.grad is not None:
         parameter.grad.mul_(3)
 
@@ -112,12 +108,12 @@ def _triple(parameter: Tensor) -> None:
 class ClampedInForward(nn.Module):
     """A weight that each forward clamps in place, as critics of adversarial networks are."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.no_grad():
             self.inner.weight.clamp_(-0.2, 0.2)
         return self.last(torch.tanh(self.inner(x)))
@@ -126,37 +122,37 @@ class ClampedInForward(nn.Module):
 class MappedOverSamples(nn.Module):
     """A forward for one sample, mapped over the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = _mlp()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.func.vmap(lambda one: torch.tanh(self.inner(one)))(x)
 
 
 class InPlace(nn.Module):
     """Functions that work in place."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.bias = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.last(self.first(x).add_(self.bias).relu_()).tanh_()
 
 
 class ScriptedPart(nn.Module):
     """A scripted submodule."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.inner = torch.jit.script(_mlp())
         self.last = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.last(torch.tanh(self.inner(x)))
 
 
@@ -167,13 +163,13 @@ class Normalized(nn.Module):
         norm: The normalization layer for 8 channels.
     """
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm):
         super().__init__()
         self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.norm = norm
         self.last = nn.Conv2d(8, 4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.last(torch.tanh(self.norm(self.first(x)))).mean((2, 3))
 
 

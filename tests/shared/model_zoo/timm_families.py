@@ -1,21 +1,13 @@
 """One tiny model of each of timm's families."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from model_zoo.timm_models import CLASSES, timm_model
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from model_zoo.registry import ZooModel
-
-_VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 _ALL_PATHS = {"drop_path_rate": 0.0}
 """What is drawn on ranks is not what one process draws."""
-_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+_FAMILIES = {
     "beit": ("beit_base_patch16_224", _VIT),
     "beitv2": ("beitv2_base_patch16_224", _VIT),
     "cait": ("cait_xxs24_224", _VIT),
@@ -47,7 +39,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mambaout": ("test_mambaout", {}),
     "nfnet": ("test_nfnet", {}),
 }
-_WITH_BATCH_NORM: dict[str, tuple[str, dict[str, Any]]] = {
+_WITH_BATCH_NORM = {
     "densenet": ("densenet121", {"growth_rate": 4, "block_config": (2, 2)}),
     "dla": ("dla34", {"channels": [4, 4, 8, 8, 16, 16], "levels": [1, 1, 1, 1, 1, 1]}),
     "efficientnet": ("test_efficientnet", {}),
@@ -59,28 +51,26 @@ _WITH_BATCH_NORM: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _mixer(kind: str) -> nn.Module:
+def _mixer(kind):
     from timm import layers
     from timm.models import mlp_mixer
 
-    settings: dict[str, dict[str, Any]] = {
+    settings = {
         "mixer": {},
         "resmlp": {"mlp_ratio": 4, "block_layer": mlp_mixer.ResBlock, "norm_layer": mlp_mixer.Affine},
         "gmlp": {"mlp_ratio": 2, "block_layer": mlp_mixer.SpatialGatingBlock, "mlp_layer": layers.GatedMlp},
     }
     sizes = {"img_size": 32, "patch_size": 8, "num_blocks": 2, "embed_dim": 32}
-    model: nn.Module = mlp_mixer.MlpMixer(num_classes=CLASSES, **sizes, **settings[kind])
-    return model
+    return mlp_mixer.MlpMixer(num_classes=CLASSES, **sizes, **settings[kind])
 
 
-def _convmixer() -> nn.Module:
+def _convmixer():
     from timm.models.convmixer import ConvMixer
 
-    model: nn.Module = ConvMixer(dim=32, depth=2, kernel_size=3, patch_size=4, num_classes=CLASSES)
-    return model
+    return ConvMixer(dim=32, depth=2, kernel_size=3, patch_size=4, num_classes=CLASSES)
 
 
-MODELS: tuple[ZooModel, ...] = (
+MODELS = (
     *(timm_model(name, original, settings) for name, (original, settings) in _FAMILIES.items()),
     *(timm_model(name, original, settings, double=True) for name, (original, settings) in _WITH_BATCH_NORM.items()),
     *(timm_model(kind, partial(_mixer, kind)) for kind in ("mixer", "resmlp", "gmlp")),

@@ -1,39 +1,26 @@
 """Image models of timm."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from torch.nn.functional import cross_entropy
 
 from model_zoo.fields import batch_of, normal, numbers
 from model_zoo.registry import ZooModel
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor, nn
-
-    from model_zoo.registry import Batch
-
 CLASSES = 10
 
 
-def _build(name: str, settings: dict[str, Any]) -> nn.Module:
+def _build(name, settings):
     import timm
 
-    model: nn.Module = timm.create_model(name, num_classes=CLASSES, **settings)
-    return model
+    return timm.create_model(name, num_classes=CLASSES, **settings)
 
 
-def _classified(output: Tensor, batch: Batch) -> Tensor:
+def _classified(output, batch):
     return cross_entropy(output, batch["labels"])
 
 
-def timm_model(
-    name: str, original: str | Callable[[], nn.Module], settings: dict[str, Any] | None = None, **more: Any
-) -> ZooModel:
+def timm_model(name, original, settings=None, **more):
     """Return the entry of an image classifier for images of 32 x 32.
 
     Args:

@@ -1,9 +1,5 @@
 """Audio models of transformers: Whisper, wav2vec 2.0, HuBERT."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from model_zoo.fields import batch_of, normal, numbers
 from model_zoo.registry import ZooModel, own_loss, weighted_outputs
 from model_zoo.transformers_build import from_config
@@ -12,7 +8,7 @@ _VOCABULARY = 32
 _WORDS = numbers(_VOCABULARY, 6, low=3)
 _CLASSES = {"num_labels": 8}
 """More than the labels use: with evenly distributed labels, the gradients of biases cancel to rounding errors."""
-_WHISPER: dict[str, Any] = {
+_WHISPER = {
     "vocab_size": _VOCABULARY,
     "num_mel_bins": 8,
     "d_model": 32,
@@ -33,7 +29,7 @@ _WHISPER: dict[str, Any] = {
     "apply_spec_augment": False,
     "use_cache": False,
 }
-_WAVES: dict[str, Any] = {
+_WAVES = {
     "vocab_size": _VOCABULARY,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -52,7 +48,7 @@ _WAVES: dict[str, Any] = {
 }
 
 
-def _whisper(name: str, model_class: str, *, more: Any = None, **fields: Any) -> ZooModel:
+def _whisper(name, model_class, *, more=None, **fields):
     return ZooModel(
         name=f"transformers/whisper{name}",
         build=from_config("WhisperConfig", model_class, **_WHISPER, **(more or {})),
@@ -62,7 +58,7 @@ def _whisper(name: str, model_class: str, *, more: Any = None, **fields: Any) ->
     )
 
 
-def _waves(family: str, name: str, suffix: str, *, more: Any = None, **fields: Any) -> ZooModel:
+def _waves(family, name, suffix, *, more=None, **fields):
     return ZooModel(
         name=f"transformers/{family.lower()}{name}",
         build=from_config(f"{family}Config", f"{family}{suffix}", **_WAVES, **(more or {})),
@@ -73,7 +69,7 @@ def _waves(family: str, name: str, suffix: str, *, more: Any = None, **fields: A
     )
 
 
-def _speech(family: str) -> tuple[ZooModel, ...]:
+def _speech(family):
     return (
         _waves(family, "", "Model"),
         _waves(family, "_ctc", "ForCTC", labels=_WORDS),

@@ -1,9 +1,5 @@
 """Encoders and encoder-decoders for text, of transformers: BERT, ALBERT, T5."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from model_zoo.fields import batch_of, numbers
 from model_zoo.registry import ZooModel, own_loss, weighted_outputs
 from model_zoo.transformers_build import from_config
@@ -11,7 +7,7 @@ from model_zoo.transformers_build import from_config
 _VOCABULARY, _LENGTH = 64, 8
 _TOKENS = numbers(_VOCABULARY, _LENGTH, low=3)
 _CLASSES = {"num_labels": 3}
-_BERT: dict[str, Any] = {
+_BERT = {
     "vocab_size": _VOCABULARY,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -19,8 +15,8 @@ _BERT: dict[str, Any] = {
     "intermediate_size": 64,
     "max_position_embeddings": 32,
 }
-_ALBERT: dict[str, Any] = {**_BERT, "embedding_size": 16, "num_hidden_layers": 3}
-_T5: dict[str, Any] = {
+_ALBERT = {**_BERT, "embedding_size": 16, "num_hidden_layers": 3}
+_T5 = {
     "vocab_size": _VOCABULARY,
     "d_model": 32,
     "d_kv": 8,
@@ -37,11 +33,11 @@ _SHIFTS = ("qa_outputs.bias", "bert.encoder.layer.1.output.LayerNorm.bias")
 _POSITIONS = {"start_positions": numbers(_LENGTH), "end_positions": numbers(_LENGTH)}
 
 
-def _heads(family: str, settings: dict[str, Any], sentence_label: str) -> tuple[ZooModel, ...]:
+def _heads(family, settings, sentence_label):
     """Return a family's base model and its heads."""
     short = family.lower()
 
-    def one(name: str, suffix: str, more: Any = None, *, no_effect: tuple[str, ...] = (), **fields: Any) -> ZooModel:
+    def one(name, suffix, more=None, *, no_effect=(), **fields):
         return ZooModel(
             name=f"transformers/{short}{name}",
             build=from_config(f"{family}Config", f"{family}{suffix}", **settings, **(more or {})),
@@ -68,7 +64,7 @@ def _heads(family: str, settings: dict[str, Any], sentence_label: str) -> tuple[
     )
 
 
-def _t5(name: str, model_class: str, **fields: Any) -> ZooModel:
+def _t5(name, model_class, **fields):
     return ZooModel(
         name=f"transformers/t5{name}",
         build=from_config("T5Config", model_class, **_T5),

@@ -1,9 +1,5 @@
 """More families of transformers, among them those that DeepSpeed and Accelerate test: one head each."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from model_zoo import transformers_audio as audio
 from model_zoo import transformers_encoders as encoders
 from model_zoo import transformers_language as language
@@ -11,17 +7,12 @@ from model_zoo.fields import batch_of, normal, numbers
 from model_zoo.registry import ZooModel, own_loss, weighted_outputs
 from model_zoo.transformers_build import from_config
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from model_zoo.registry import Batch
-
 _TOKENS = numbers(64, 8, low=3)
 _LM = {"input_ids": _TOKENS, "labels": _TOKENS}
 _LLAMA = language._SIZES
 _GPT = language._GPT
 _BERT = {**encoders._BERT, "max_position_embeddings": 40, "pad_token_id": 0}
-_EXPERTS: dict[str, Any] = {
+_EXPERTS = {
     **_LLAMA,
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -29,7 +20,7 @@ _EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 16,
     "decoder_sparse_step": 1,
 }
-_CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
+_CAUSAL = {
     "gpt_neo": (
         "GPTNeo",
         {
@@ -58,7 +49,7 @@ _CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "use_cache": False},
     ),
 }
-_VIT: dict[str, Any] = {
+_VIT = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -66,7 +57,7 @@ _VIT: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 4,
 }
-_VISION: dict[str, tuple[str, dict[str, Any]]] = {
+_VISION = {
     "dinov2": ("Dinov2", _VIT),
     "deit": ("DeiT", _VIT),
     "swin": (
@@ -85,7 +76,7 @@ _VISION: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_stages": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "patch_size": 2, "image_size": 16},
     ),
 }
-_BART: dict[str, Any] = {
+_BART = {
     "vocab_size": 64,
     "d_model": 32,
     "encoder_layers": 2,
@@ -117,14 +108,12 @@ _CLIP = {
 }
 
 
-def _embeddings(output: Any, batch: Batch) -> Tensor:
+def _embeddings(output, batch):
     """Return a loss of the embeddings and of each text's similarity to its own image: others' couple samples."""
     return weighted_outputs((output.text_embeds, output.image_embeds, output.logits_per_text.diagonal()), batch)
 
 
-def _one(
-    name: str, family: str, suffix: str, settings: dict[str, Any], fields: dict[str, Any], loss: Any = None
-) -> ZooModel:
+def _one(name, family, suffix, settings, fields, loss=None):
     return ZooModel(
         name=f"transformers/{name}",
         build=from_config(f"{family}Config", f"{family}{suffix}", **settings),

@@ -3,10 +3,6 @@
 They are not part of the zoo, which has one model of each kind for each plugin.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 from model_zoo import transformers_encoders as encoders
 from model_zoo import transformers_language as language
 from model_zoo import transformers_vision as vision
@@ -17,7 +13,7 @@ from model_zoo.transformers_build import from_config
 _LENGTH = 8
 _TOKENS = numbers(64, _LENGTH, low=3)
 _CLASSES = {"num_labels": 3}
-_HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+_HEADS = {
     "lm": ("ForCausalLM", {}, {"labels": _TOKENS}),
     "classification": ("ForSequenceClassification", _CLASSES, {"labels": numbers(3)}),
     "token_classification": ("ForTokenClassification", _CLASSES, {"labels": numbers(3, _LENGTH)}),
@@ -31,7 +27,7 @@ _ALL = tuple(_HEADS)
 _NO_QUESTIONS = _ALL[:3]
 _NO_TOKENS = ("lm", "classification", "question_answering")
 _SMALL = language._SIZES
-_FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+_FAMILIES = {
     "llama": ("Llama", _SMALL, _ALL),
     "mistral": ("Mistral", _SMALL, _ALL),
     "mixtral": ("Mixtral", language._MIXTURE, _ALL),
@@ -59,7 +55,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def _one(name: str, family: str, settings: dict[str, Any], head: str) -> ZooModel:
+def _one(name, family, settings, head):
     suffix, more, fields = _HEADS[head]
     return ZooModel(
         name=f"heads/{name}_{head}",
@@ -143,4 +139,4 @@ MODELS = (
         needs=("transformers",),
     ),
 )
-HEADS: dict[str, ZooModel] = {model.name: model for model in MODELS}
+HEADS = {model.name: model for model in MODELS}

@@ -1,9 +1,5 @@
 """Vision models of transformers: ViT, SAM, BLIP-2."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from model_zoo.fields import batch_of, normal, numbers, same
@@ -11,14 +7,14 @@ from model_zoo.registry import ZooModel, own_loss, weighted_outputs
 from model_zoo.transformers_build import from_config
 
 _IMAGE = normal(3, 16, 16)
-_SMALL: dict[str, Any] = {
+_SMALL = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
-_VIT: dict[str, Any] = {**_SMALL, "image_size": 16, "patch_size": 4}
-_SAM: dict[str, Any] = {
+_VIT = {**_SMALL, "image_size": 16, "patch_size": 4}
+_SAM = {
     "initializer_range": 0.2,
     "vision_config": {
         "hidden_size": 32,
@@ -42,7 +38,7 @@ _SAM: dict[str, Any] = {
     },
 }
 _IMAGE_TOKEN, _QUERIES, _WORDS = 63, 4, 6
-_BLIP2: dict[str, Any] = {
+_BLIP2 = {
     "vision_config": {**_VIT, "initializer_range": 0.02},
     "qformer_config": {**_SMALL, "vocab_size": 64, "encoder_hidden_size": 32, "max_position_embeddings": 32},
     "text_config": {
@@ -62,12 +58,12 @@ _BLIP2: dict[str, Any] = {
 }
 
 
-def _words_after_an_image(generator: torch.Generator, samples: int) -> torch.Tensor:
+def _words_after_an_image(generator, samples):
     image = torch.full((samples, _QUERIES), _IMAGE_TOKEN)
     return torch.cat([image, torch.randint(3, _IMAGE_TOKEN, (samples, _WORDS), generator=generator)], dim=1)
 
 
-def _vit(name: str, model_class: str, *, more: Any = None, **fields: Any) -> ZooModel:
+def _vit(name, model_class, *, more=None, **fields):
     return ZooModel(
         name=f"transformers/vit{name}",
         build=from_config("ViTConfig", model_class, **_VIT, **(more or {})),

@@ -3,8 +3,6 @@
 ``--list`` shows the targets.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import csv
@@ -20,7 +18,7 @@ from mutation.targets import ROOT, TARGETS
 EQUIVALENT = Path(__file__).with_name("equivalent.csv")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
     parser.add_argument("targets", nargs="*", help="names of targets; all by default")
     parser.add_argument("--list", action="store_true", help="show the targets and the number of their mutants")

@@ -3,11 +3,8 @@
 `nox -s models -- families` measures all cells and writes docs/families.md; the default run takes a few families.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from family_cells import COLUMNS, measure, measure_plain
@@ -22,11 +19,11 @@ DEFAULT = {"olmo2": ("tp",), "qwen3_moe": COLUMNS}
 
 
 @pytest.fixture(scope="module")
-def plain_cells() -> Any:
+def plain_cells():
     """Return a function that trains a family's model in one process, once for all columns."""
-    known: dict[str, Cell] = {}
+    known = {}
 
-    def train(name: str) -> Cell:
+    def train(name):
         if name not in known:
             known[name] = _recorded(name, PLAIN) or _plain(name)
             _record(name, PLAIN, known[name])
@@ -35,22 +32,22 @@ def plain_cells() -> Any:
     return train
 
 
-def _plain(name: str) -> Cell:
+def _plain(name):
     if name in NOT_MEASURED:
         return Cell(state="not measured", findings=[NOT_MEASURED[name]])
     return measure_plain(name)
 
 
-def _recorded(name: str, column: str) -> Cell | None:
+def _recorded(name, column):
     return read_cell(Path(RESULTS), name, column) if RESULTS else None
 
 
-def _record(name: str, column: str, cell: Cell) -> None:
+def _record(name, column, cell):
     if RESULTS:
         write_cell(Path(RESULTS), name, column, cell)
 
 
-def _cases() -> list[Any]:
+def _cases():
     return [
         pytest.param(
             name, column, id=f"{name}-{column}", marks=[] if column in DEFAULT.get(name, ()) else [pytest.mark.slow]

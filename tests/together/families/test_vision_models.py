@@ -3,8 +3,6 @@
 `nox -s models -- families` measures all cells and writes them to docs/families.md; the default run takes a few.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
