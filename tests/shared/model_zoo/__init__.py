@@ -9,10 +9,9 @@ from dataclasses import replace
 from isolated_libraries import import_quietly, use_isolated_libraries
 
 from model_zoo.diffusers_models import MODELS as _DIFFUSERS
-from model_zoo.own_tensors import MODELS as _TENSORS
-from model_zoo.own_uses import MODELS as _USES
+from model_zoo.own_models import MODELS as _OWN
 from model_zoo.registry import Batch, ZooModel
-from model_zoo.timm_families import MODELS as _TIMM_FAMILIES
+from model_zoo.timm_models import FAMILIES as _TIMM_FAMILIES
 from model_zoo.timm_models import MODELS as _TIMM
 from model_zoo.torchrec_models import MODELS as _TORCHREC
 from model_zoo.torchvision_models import MODELS as _TORCHVISION
@@ -29,18 +28,8 @@ ZOO = {
 }
 
 _TWICE = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "gemma",
-    "phi",
-    "deepseek_v3",
-    "cohere",
-    "glm",
-    "gptj",
-    "opt",
-    "bloom",
+    *("llama", "mistral", "mixtral", "qwen2", "gemma", "phi", "deepseek_v3"),
+    *("cohere", "glm", "gptj", "opt", "bloom", "falcon"),
 )
 """Families whose language model is in both tables."""
 
@@ -49,9 +38,9 @@ MATRIX = {
     **{
         model.name: model
         for model in (replace(each, name=each.name.replace("heads/", "transformers/")) for each in HEADS.values())
-        if model.name not in {f"transformers/{family}_lm" for family in (*_TWICE, "falcon")}
+        if model.name not in {f"transformers/{family}_lm" for family in _TWICE}
     },
-    **{model.name: model for model in (*_TENSORS, *_USES, *_FAMILIES, *_TIMM_FAMILIES)},
+    **{model.name: model for model in (*_OWN, *_FAMILIES, *_TIMM_FAMILIES)},
 }
 """Every model, by name: those of ``ZOO``, which other tests use too, and those of the compatibility matrix alone."""
 

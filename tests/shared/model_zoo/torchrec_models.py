@@ -56,27 +56,14 @@ def _draw(generator, samples):
     }
 
 
-def _of_logits(output, batch):
-    return binary_cross_entropy_with_logits(output, batch["clicked"])
+def _loss(function):
+    return lambda output, batch: function(output, batch["clicked"])
 
 
-def _of_probabilities(output, batch):
-    return binary_cross_entropy(output, batch["clicked"])
-
-
-MODELS = (
-    ZooModel(
-        name="torchrec/dlrm",
-        build=_dlrm,
-        batch=_draw,
-        loss=_of_logits,
-        needs=("fbgemm_gpu", "torchrec"),
-    ),
-    ZooModel(
-        name="torchrec/deepfm",
-        build=_deepfm,
-        batch=_draw,
-        loss=_of_probabilities,
-        needs=("fbgemm_gpu", "torchrec"),
-    ),
+MODELS = tuple(
+    ZooModel(name=f"torchrec/{name}", build=build, batch=_draw, loss=_loss(loss), needs=("fbgemm_gpu", "torchrec"))
+    for name, build, loss in (
+        ("dlrm", _dlrm, binary_cross_entropy_with_logits),
+        ("deepfm", _deepfm, binary_cross_entropy),
+    )
 )
