@@ -155,87 +155,61 @@ def _computes_nothing(node):
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)  # a docstring
 
 
-def _replacements(node):
+def _replacements(node):  # noqa: C901, PLR0912 - a case for each kind of node
     """Yield what can take the place of a node, its conditions left out."""
-    for kind, function in _KINDS.items():
-        if isinstance(node, kind):
-            yield from function(node)
+    match node:
+        case ast.Compare():
+            for index, operator in enumerate(node.ops):
+                for other in _COMPARISONS[type(operator)]:
+                    yield ast.Compare(node.left, [*node.ops[:index], other(), *node.ops[index + 1 :]], node.comparators)
+        case ast.BoolOp():
+            yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+            for index in range(len(node.values)):
+                rest = [*node.values[:index], *node.values[index + 1 :]]
+                yield rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            yield ast.BinOp(node.left, _OPERATORS[type(node.op)](), node.right)
+        case ast.UnaryOp() if not isinstance(node.operand, ast.Constant):
+            yield _copied(node.operand)
+        case ast.Slice():
+            if node.lower is not None:
+                yield ast.Slice(None, node.upper, node.step)
+            if node.upper is not None:
+                yield ast.Slice(node.lower, None, node.step)
+        case ast.Constant():
+            yield from map(ast.Constant, _other_constants(node.value))
+        case ast.Call():
+            yield from _other_calls(node)
+        case ast.Return(value=None):
+            yield ast.Pass()
+        case ast.Return() if not (isinstance(node.value, ast.Constant) and node.value.value is None):
+            yield ast.Return(ast.Constant(None))
+        case ast.AugAssign():
+            yield ast.Pass()
+            if type(node.op) in _OPERATORS:
+                yield ast.AugAssign(node.target, _OPERATORS[type(node.op)](), node.value)
+        # Without an assignment to a name, the name would be missing, which any test finds.
+        case ast.Assign() if all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
+            yield ast.Pass()
+        case ast.Expr():
+            yield ast.Pass()
+        case ast.Continue():
+            yield from (ast.Pass(), ast.Break())
+        case ast.Break():
+            yield from (ast.Pass(), ast.Continue())
 
 
-def _compare(node):
-    for index, operator in enumerate(node.ops):
-        for other in _COMPARISONS[type(operator)]:
-            yield ast.Compare(node.left, [*node.ops[:index], other(), *node.ops[index + 1 :]], node.comparators)
-
-
-def _bool_op(node):
-    yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
-    for index in range(len(node.values)):
-        rest = [*node.values[:index], *node.values[index + 1 :]]
-        yield rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
-
-
-def _bin_op(node):
-    if type(node.op) in _OPERATORS:
-        yield ast.BinOp(node.left, _OPERATORS[type(node.op)](), node.right)
-
-
-def _unary_op(node):
-    if not isinstance(node.operand, ast.Constant):
-        yield _copied(node.operand)
-
-
-def _slice(node):
-    if node.lower is not None:
-        yield ast.Slice(None, node.upper, node.step)
-    if node.upper is not None:
-        yield ast.Slice(node.lower, None, node.step)
-
-
-def _return(node):
-    if node.value is None:
-        yield ast.Pass()
-    elif not (isinstance(node.value, ast.Constant) and node.value.value is None):
-        yield ast.Return(ast.Constant(None))
-
-
-def _aug_assign(node):
-    yield ast.Pass()
-    if type(node.op) in _OPERATORS:
-        yield ast.AugAssign(node.target, _OPERATORS[type(node.op)](), node.value)
-
-
-def _assign(node):
-    # Without an assignment to a name, the name would be missing, which any test finds.
-    if all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
-        yield ast.Pass()
-
-
-def _expression_statement(_):
-    yield ast.Pass()
-
-
-def _continue(_):
-    yield from (ast.Pass(), ast.Break())
-
-
-def _break(_):
-    yield from (ast.Pass(), ast.Continue())
-
-
-def _constant(node):
-    value = node.value
+def _other_constants(value):
     if isinstance(value, bool):
-        yield ast.Constant(not value)
-    elif isinstance(value, int):
-        yield from (ast.Constant(value + 1), ast.Constant(value - 1))
-    elif isinstance(value, float):
-        yield ast.Constant(value * 2 if value else 1.0)
-    elif isinstance(value, str):
-        yield ast.Constant(f"no {value}")
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value - 1]
+    if isinstance(value, float):
+        return [value * 2 if value else 1.0]
+    return [f"no {value}"] if isinstance(value, str) else []
 
 
-def _call(node):
+def _other_calls(node):
     if isinstance(node.func, ast.Name):
         if node.func.id in _NAMES:
             yield ast.Call(ast.Name(_NAMES[node.func.id], ast.Load()), node.args, node.keywords)
@@ -245,23 +219,6 @@ def _call(node):
             yield _copied(node.args[0])  # as if a step of the module's own was left out
     elif isinstance(node.func, ast.Attribute) and node.func.attr in _NAMES:
         yield ast.Call(ast.Attribute(node.func.value, _NAMES[node.func.attr], ast.Load()), node.args, node.keywords)
-
-
-_KINDS = {
-    ast.Compare: _compare,
-    ast.BoolOp: _bool_op,
-    ast.BinOp: _bin_op,
-    ast.UnaryOp: _unary_op,
-    ast.Slice: _slice,
-    ast.Constant: _constant,
-    ast.Call: _call,
-    ast.Return: _return,
-    ast.AugAssign: _aug_assign,
-    ast.Assign: _assign,
-    ast.Expr: _expression_statement,
-    ast.Continue: _continue,
-    ast.Break: _break,
-}
 
 
 def _conditions(node):
