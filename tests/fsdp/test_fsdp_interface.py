@@ -2,13 +2,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from booster_core import discovery
 from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
-
-
-def test_plugin_is_found_by_name():
-    assert discovery.load("fsdp") is TorchFSDPPlugin
 
 
 def test_options_reach_the_config():
@@ -44,8 +39,3 @@ def test_invalid_option_raises(options, message):
 def test_string_instead_of_names_raises(option):
     with pytest.raises(TypeError, match=f"`{option}='Block'` is one string"):
         TorchFSDPPlugin(**{option: "Block"})
-
-
-def test_invalid_precision_raises():
-    with pytest.raises(ConfigError, match="Unknown precision 'int4'"):
-        TorchFSDPPlugin(precision="int4")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process
+from cases import Case, Setting, assert_equals_one_process, noise
 from torch import nn
 
 from booster_core import Booster
@@ -23,16 +23,11 @@ class WithEmpty(nn.Module):
         return torch.cat([self.inner(x), x @ self.rows.t()], dim=1)
 
 
-def rows(number, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
-
-
 def test_empty_parameter_equals_one_process():
-    assert_equals_one_process(Case(build=WithEmpty, batch=rows), Setting(TorchFSDPPlugin))
+    assert_equals_one_process(Case(build=WithEmpty, batch=noise(4, 8)), Setting(TorchFSDPPlugin))
 
 
 def boost_with(change):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 8, sparse=change == "sparse"), nn.Linear(8, 8))
     if change == "hook":
         model[1].weight.register_hook(lambda gradient: 3 * gradient)
@@ -42,13 +37,12 @@ def boost_with(change):
     booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+HOOKS = "Parameter '1.weight' has hooks on its gradient, which FSDP drops"
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
-    [
-        ("hook", "Parameter '1.weight' has hooks on its gradient, which FSDP drops"),
-        ("accumulate hook", "Parameter '1.weight' has hooks on its gradient, which FSDP drops"),
-        ("sparse", "The gradients of '0' are sparse.*sparse=False"),
-    ],
+    [("hook", HOOKS), ("accumulate hook", HOOKS), ("sparse", "The gradients of '0' are sparse.*sparse=False")],
 )
 def test_boost_refuses(change, match):
     expect_on_ranks(ConfigError, match, boost_with, 2, change)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import Case, Setting
+from cases import Case, Setting, noise
 from driven_runs import assert_same_loop
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -14,15 +14,13 @@ def net():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def rows(number, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica)).requires_grad_()
+def checkpointed(run, batch, use_reentrant):
+    return checkpoint(run.model, batch.requires_grad_(), use_reentrant=use_reentrant)
 
 
 def recomputes(run, use_reentrant):
     for step in range(3):
-        run.backward(
-            run.mean(step, lambda batch, _: checkpoint(run.model, batch, use_reentrant=use_reentrant).square().mean())
-        )
+        run.backward(run.mean(step, lambda batch, _: checkpointed(run, batch, use_reentrant).square().mean()))
         with torch.no_grad():
             run.loss(step)
         run.step()
@@ -39,4 +37,4 @@ def runs_backward_inside(run):
 @pytest.mark.parametrize("loop", [saves_tensors, runs_backward_inside], ids=lambda loop: loop.__name__)
 def test_a_checkpoint_of_the_whole_model(loop):
     setting = Setting(TorchFSDPPlugin, {"unit_classes": ("Linear",)})
-    assert_same_loop(loop, Case(build=net, batch=rows, max_norm=None), setting)
+    assert_same_loop(loop, Case(build=net, batch=noise(4, 8), max_norm=None), setting)
