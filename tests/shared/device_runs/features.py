@@ -9,16 +9,7 @@ import torch
 from booster_core.errors import ConfigError
 from device_runs.cases import CannotRun, Case
 from device_runs.parts import Part, case_of
-from device_runs.small import (
-    Decoder,
-    Run,
-    adamw,
-    assert_same_bits,
-    exact_sgd,
-    repeat_bits,
-    tokens_of,
-    under,
-)
+from device_runs.small import Decoder, Run, adamw, assert_same_bits, exact_sgd, repeat_bits, tokens_of, under
 
 STEPS = 6
 
