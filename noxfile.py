@@ -185,7 +185,7 @@ def coverage(session: nox.Session) -> None:
 def mutation(session: nox.Session) -> None:
     """Plant faults in the arithmetic, one at a time, and fail where its tests miss one: ``-- zero/partition`` for some.
 
-    ``-- --list`` shows the targets. The reports are in build/mutation.
+    ``-- --list`` shows the targets.
     """
     session.env["PYTHONPATH"] = str(ROOT / "tests" / "shared")
     _run(session, _checkout(session), "-m", "mutation", *session.posargs)
