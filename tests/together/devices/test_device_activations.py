@@ -7,6 +7,7 @@ import pytest
 import simulated_device as sim
 import torch
 from device_smoke import CASES, STEPS, Run, train_plainly
+from matrix import matrix
 from simulated_device import NAME, run_on_devices
 from torch import nn
 
@@ -191,14 +192,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        pytest.param(name, change, marks=[] if (name, change) == ("gemini", "offload") else pytest.mark.slow)
-        for name in PLUGINS
-        for change in CHANGES
-    ],
-)
+@matrix(["gemini-offload"], 1, name=PLUGINS, change=CHANGES)
 def test_plugins_train_with_activations_elsewhere(name, change, simulated_device):
     case = CASES[name]
     limits = {"timeout_seconds": 240.0, "group_timeout_seconds": 120.0}
