@@ -32,15 +32,7 @@ _ROUTED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-_LATENT = {
-    **_ROUTED,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+_LATENT = {**language._LATENT, "intermediate_size": 32, "n_routed_experts": 8}
 _BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 MODELS = {
     "mixtral": ("Mixtral", {**_SIZES, "num_local_experts": 8, "num_experts_per_tok": 2}),

@@ -5,6 +5,7 @@ backward. They take a batch ``x`` of shape ``(samples, 8)``.
 """
 
 import warnings
+from collections import OrderedDict
 
 import torch
 from torch import nn
@@ -20,6 +21,11 @@ WIDTH = 8
 def own(name, build, **more):
     """Return the entry of a module; a batch of normally distributed ``x`` unless another is given."""
     return ZooModel(name=f"own/{name}", build=build, **{"batch": batch_of(x=normal(WIDTH)), **more})
+
+
+def _named(**layers):
+    """Return layers one after the other, whose input is called ``input``."""
+    return nn.Sequential(OrderedDict(layers))
 
 
 # ---- parameters and buffers
@@ -131,33 +137,6 @@ class TransposedParameter(nn.Module):
         return torch.tanh(F.linear(x, self.weight))
 
 
-class ChannelsLast(nn.Module):
-    """Convolutions whose weights have the memory format ``channels_last``."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.last = nn.Conv2d(8, 4, 3)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, x):
-        x = x.contiguous(memory_format=torch.channels_last)
-        return self.last(torch.tanh(self.first(x))).mean((2, 3))
-
-
-class PrimeSizes(nn.Module):
-    """Sizes that no number of ranks divides."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 13)
-        self.norm = nn.LayerNorm(13)
-        self.last = nn.Linear(13, 1)
-
-    def forward(self, x):
-        return self.last(self.norm(torch.tanh(self.first(x))))
-
-
 class FrozenBackbone(nn.Module):
     """A backbone without gradients, run under ``no_grad``, and a trained head."""
 
@@ -178,24 +157,6 @@ class FrozenBackbone(nn.Module):
 
 def _mlp():
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
-
-
-class Wrapped(nn.Module):
-    """A layer whose weight is computed from other parameters.
-
-    Args:
-        change: Registers a parametrization or a hook on the layer.
-    """
-
-    def __init__(self, change):
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the hooks are deprecated, and still used
-            self.inner = change(nn.Linear(WIDTH, WIDTH))
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.inner(x)))
 
 
 class Recurrent(nn.Module):
@@ -225,22 +186,6 @@ class CellLoop(nn.Module):
         for step in range(x.shape[1]):
             state = self.cell(x[:, step], state)
         return state
-
-
-class TokenTable(nn.Module):
-    """An embedding table and a layer.
-
-    Args:
-        table: The table.
-    """
-
-    def __init__(self, table):
-        super().__init__()
-        self.table = table
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens):
-        return torch.tanh(self.inner(self.table(tokens)))
 
 
 class DetachedBranch(nn.Module):
@@ -322,28 +267,42 @@ class ScriptedPart(nn.Module):
         return self.last(torch.tanh(self.inner(x)))
 
 
-class Normalized(nn.Module):
-    """Convolutions with a normalization layer.
+def _wrapped(change):
+    """Return layers, of which the first computes its weight from other parameters, by a parametrization or a hook."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the hooks are deprecated, and still used
+        inner = change(nn.Linear(WIDTH, WIDTH))
+    return _named(inner=inner, tanh=nn.Tanh(), last=nn.Linear(WIDTH, WIDTH))
 
-    Args:
-        norm: The normalization layer for 8 channels.
-    """
 
-    def __init__(self, norm):
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.norm = norm
-        self.last = nn.Conv2d(8, 4, 3)
+def _looked_up(table):
+    """Return an embedding table and a layer."""
+    return _named(table=table, inner=nn.Linear(WIDTH, WIDTH), tanh=nn.Tanh())
 
-    def forward(self, x):
-        return self.last(torch.tanh(self.norm(self.first(x)))).mean((2, 3))
+
+def _convolutions(norm, *, bias=False):
+    """Return convolutions, a layer of 8 channels between them."""
+    ends = {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten()}
+    first = nn.Conv2d(3, 8, 3, padding=1, bias=bias)
+    return _named(first=first, norm=norm, tanh=nn.Tanh(), last=nn.Conv2d(8, 4, 3), **ends)
+
+
+def _channels_last():
+    """Return convolutions whose weights have the memory format ``channels_last``."""
+    return _convolutions(nn.Identity(), bias=True).to(memory_format=torch.channels_last)
+
+
+def _prime_sizes():
+    """Return layers whose sizes no number of ranks divides."""
+    return _named(first=nn.Linear(WIDTH, 13), tanh=nn.Tanh(), norm=nn.LayerNorm(13), last=nn.Linear(13, 1))
 
 
 _NOT_COMPLEX = r"ConfigError: Parameter 'rotation' is of torch.complex64; only floating parameters can be sharded"
 _HOOKED = "ConfigError: Parameter 'inner.weight' has hooks on its gradient"
 _SEQUENCE = batch_of(x=normal(5, WIDTH))
-_IMAGE = batch_of(x=normal(3, 6, 6))
-_TOKENS = batch_of(tokens=numbers(20, 6))
+_ROWS = batch_of(input=normal(WIDTH))
+_IMAGE = batch_of(input=normal(3, 6, 6))
+_TOKENS = batch_of(input=numbers(20, 6))
 
 MODELS = (
     own("complex_parameter", Complex, refused=dict.fromkeys(("zero", "gemini", "hybrid"), _NOT_COMPLEX)),
@@ -354,13 +313,13 @@ MODELS = (
     own("plain_list", PlainList),
     own("non_persistent_buffers", NonPersistentBuffers),
     own("transposed_parameter", TransposedParameter),
-    own("channels_last", ChannelsLast, batch=batch_of(x=normal(3, 6, 6))),
-    own("prime_sizes", PrimeSizes),
+    own("channels_last", _channels_last, batch=_IMAGE),
+    own("prime_sizes", _prime_sizes, batch=_ROWS),
     own("frozen_backbone", FrozenBackbone),
-    own("orthogonal", lambda: Wrapped(parametrizations.orthogonal)),
-    own("weight_norm_hook", lambda: Wrapped(nn.utils.weight_norm)),
-    own("spectral_norm", lambda: Wrapped(parametrizations.spectral_norm)),
-    own("spectral_norm_hook", lambda: Wrapped(nn.utils.spectral_norm)),
+    own("orthogonal", lambda: _wrapped(parametrizations.orthogonal), batch=_ROWS),
+    own("weight_norm_hook", lambda: _wrapped(nn.utils.weight_norm), batch=_ROWS),
+    own("spectral_norm", lambda: _wrapped(parametrizations.spectral_norm), batch=_ROWS),
+    own("spectral_norm_hook", lambda: _wrapped(nn.utils.spectral_norm), batch=_ROWS),
     own("lstm", lambda: Recurrent(lambda: nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)), batch=_SEQUENCE),
     own(
         "lstm_both_ways",
@@ -372,22 +331,22 @@ MODELS = (
     own("gru_cell_loop", CellLoop, batch=_SEQUENCE),
     own(
         "sparse_embedding",
-        lambda: TokenTable(nn.Embedding(20, WIDTH, sparse=True)),
+        lambda: _looked_up(nn.Embedding(20, WIDTH, sparse=True)),
         batch=_TOKENS,
         sparse_gradients=True,
         refused={"fsdp": "ConfigError: The gradients of 'table' are sparse"},
     ),
     own(
         "sparse_embedding_bag",
-        lambda: TokenTable(nn.EmbeddingBag(20, WIDTH, sparse=True, mode="sum")),
+        lambda: _looked_up(nn.EmbeddingBag(20, WIDTH, sparse=True, mode="sum")),
         batch=_TOKENS,
         sparse_gradients=True,
         refused={"fsdp": "ConfigError: The gradients of 'table' are sparse"},
     ),
-    own("padded_embedding", lambda: TokenTable(nn.Embedding(20, WIDTH, padding_idx=0)), batch=_TOKENS),
+    own("padded_embedding", lambda: _looked_up(nn.Embedding(20, WIDTH, padding_idx=0)), batch=_TOKENS),
     own(
         "renormalized_embedding",
-        lambda: TokenTable(nn.Embedding(20, WIDTH, max_norm=1.0)),
+        lambda: _looked_up(nn.Embedding(20, WIDTH, max_norm=1.0)),
         batch=_TOKENS,
         refused=dict.fromkeys(
             ("ddp", "fsdp", "zero", "gemini", "hybrid"), "ConfigError: Embedding 'table' has `max_norm"
@@ -413,11 +372,11 @@ MODELS = (
             "gemini": "ConfigError: Module 'inner' is scripted",
         },
     ),
-    own("batch_norm", lambda: Normalized(nn.BatchNorm2d(8)), batch=_IMAGE, double=True),
-    own("group_norm", lambda: Normalized(nn.GroupNorm(2, 8)), batch=_IMAGE),
+    own("batch_norm", lambda: _convolutions(nn.BatchNorm2d(8)), batch=_IMAGE, double=True),
+    own("group_norm", lambda: _convolutions(nn.GroupNorm(2, 8)), batch=_IMAGE),
     own(
         "instance_norm",
-        lambda: Normalized(nn.InstanceNorm2d(8, affine=True, track_running_stats=True)),
+        lambda: _convolutions(nn.InstanceNorm2d(8, affine=True, track_running_stats=True)),
         batch=_IMAGE,
     ),
 )
