@@ -6,7 +6,7 @@ The comparison is that of `booster_tools.verify`: outputs, losses, each paramete
 import contextlib
 
 import torch
-from family_models import SAMPLES, batch_of, build, check_tiny, has_experts
+from family_models import NOT_MEASURED, SAMPLES, batch_of, build, check_tiny, has_experts
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from zoo_cells import first_line, quiet
@@ -52,26 +52,28 @@ class CellError(Exception):
         self.phase, self.kind, self.line = phase, kind, line
 
 
-class _Watched(HybridParallelPlugin):
-    """The plugin, which is given a data loader at `boost`, and notes whether it has come through."""
+def watched(plugin, dataloader=None):
+    """Give a plugin a data loader at `boost`, and return a function that tells the phase: before and after it."""
+    configure, phases = plugin.configure, ["boost"]
 
-    is_boosted = False
-    dataloader = None
-
-    def configure(self, objects, context):
-        """Configure as usual."""
-        boosted = super().configure(objects._replace(dataloader=self.dataloader), context)
-        self.is_boosted = True
+    def noting(objects, context):
+        boosted = configure(objects._replace(dataloader=dataloader), context)
+        phases.append("training")
         return boosted._replace(dataloader=objects.dataloader)
 
+    vars(plugin)["configure"] = noting
+    return lambda: phases[-1]
 
-def measure_plain(name):
+
+def measure_plain(name, _column):
     """Train a family's model in one process; the cell says whether that works, and whether it has experts."""
+    if name in NOT_MEASURED:
+        return Cell(state="not measured", findings=[NOT_MEASURED[name]]), ""
     try:
         (found,) = run_on_ranks(_train_plainly, 1, name, timeout_seconds=_TIMEOUT_SECONDS)
     except (RankError, RankDiedError, RankTimeoutError) as error:
-        return Cell(state="not measured", findings=[_first_errors(error)[0]])
-    return Cell(state="ok", options=found)
+        return Cell(state="not measured", findings=[_first_errors(error)[0]]), str(error)
+    return Cell(state="ok", options=found), ""
 
 
 def measure(name, column):
@@ -166,14 +168,13 @@ def _verified(name, column, dtype):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return model, torch.optim.AdamW(trained, lr=1e-3, eps=1e-2, weight_decay=0.0)
 
-    plugin = _Watched(**options)
+    plugin, loader = HybridParallelPlugin(**options), None
     if "sp_size" in options:
         rows = [{key: value[row] for key, value in batch.items()} for row in range(SAMPLES)]
-        plugin.dataloader = DataLoader(rows, batch_size=SAMPLES)
-    with phase(lambda: "training" if plugin.is_boosted else "boost"):
-        return verify(
-            TrainingFunctions(make, lambda: batch), plugin, steps=_STEPS, tolerance=_DOUBLE if is_double else None
-        )
+        loader = DataLoader(rows, batch_size=SAMPLES)
+    functions = TrainingFunctions(make, lambda: batch)
+    with phase(watched(plugin, loader)):
+        return verify(functions, plugin, steps=_STEPS, tolerance=_DOUBLE if is_double else None)
 
 
 @contextlib.contextmanager

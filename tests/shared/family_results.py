@@ -1,4 +1,4 @@
-"""The recorded cells of the table of families: a CSV file with every cell, and the page with totals and reasons.
+"""The recorded cells of the table of families: a CSV file with every cell, and the page with totals.
 
 ``python tests/shared/family_results.py RESULTS docs`` writes ``docs/tables/families.csv`` and the page;
 ``python tests/shared/family_results.py docs`` writes the page again.
@@ -6,7 +6,7 @@
 
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 from zoo_results import read, read_table, write_table
@@ -24,28 +24,7 @@ STATES = {
     "crash": "**crash**",
 }
 """How the page shows the state of a cell."""
-KINDS = {
-    r"Ranks run different units": "where one rank has images and another has none, ranks would run different units "
-    "of FSDP, which is refused in the step",
-    r"There is no sharding policy": "no tensor plan of transformers and no policy of ours",
-    r"does not call its attention through": "a layer without attention that can be split, as a state space model's",
-    r"sharding policy .* changes": "its tensor plan computes something else: found by a check at `boost`",
-    r"The tensor plan of the model says": "its tensor plan has a style that hybrid does not have",
-    r"`sequence_parallelism_mode=.*` changes|needs hidden states of shape": "a layer looks at several positions, or "
-    "counts them, outside of attention",
-    r"computes with its attention mask itself": "a layer computes with its attention mask itself",
-    r"attends from \d+ positions": "attention to positions that are not split, as in a cache of keys",
-    r"makes its attention's": "the model makes its attention's position bias itself",
-    r"can't be cut|has no list of layers": "its layers can't be cut into stages",
-    r"A layer of class .* returns": "a layer returns a list",
-    r"dry run of the model": "its layers can't be traced",
-    r"could not be checked": "a module that the example batch does not reach",
-    r"no modules of experts": "its experts are no modules that can be spread",
-}
-"""Why cells are refused: a pattern of the reason, and how the page words it. Other reasons are shown as they are."""
 _LONGEST = 240
-_RARE = 4
-"""Of how many cells a reason is shown by itself."""
 _HEAD = """# Families: which transformers models can be split, and how
 
 Tiny models with random weights of every family of transformers with a causal language model, split by the hybrid plugin
@@ -67,7 +46,8 @@ Tiny models that read images, each trained on batches with images, of text alone
 rank has images and the other has none, or one microbatch of a pipeline. The language model is split; the tower of the
 images stays whole, unless transformers' plan splits it, too. `boost` is given an `example_batch` with images, as a
 pipeline needs it where any batch has some, and a pipeline whose images are rows of patches a
-[`split_batch`](plugins/hybrid.md). [All cells](tables/vision.csv).
+[`split_batch`](plugins/hybrid.md). **[All cells, with reasons](tables/vision.csv)**: under fsdp, ranks with images and
+without would run different units, which is refused in the step.
 """
 
 
@@ -96,19 +76,10 @@ def vision_table(recorded):
 def vision_part(rows):
     """Return the part of the page about vision-language models."""
     lines = [f"| | {' | '.join(VISION_COLUMNS)} |", "|---" * (len(VISION_COLUMNS) + 1) + "|"]
-    reasons = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        texts = {column: row[column].partition(": ") for column in VISION_COLUMNS}
-        lines.append(f"| {row['model']} | {' | '.join(STATES[state] for state, _, _ in texts.values())} |")
-        for column, (state, _, text) in texts.items():
-            if state != "exact":
-                reasons[_kind(text)][column].append(row["model"])
-    listed = [
-        f"- {column}, {'all' if len(models) == len(rows) else ', '.join(models)}: {reason}"
-        for reason, columns in reasons.items()
-        for column, models in columns.items()
-    ]
-    return "\n".join([_VISION, *lines, *([""] if listed else []), *listed, ""])
+        states = (STATES[row[column].partition(":")[0]] for column in VISION_COLUMNS)
+        lines.append(f"| {row['model']} | {' | '.join(states)} |")
+    return "\n".join([_VISION, *lines, ""])
 
 
 def page(rows):
@@ -128,7 +99,6 @@ def page(rows):
     ]
     if faults:
         parts += ["## Faults\n", "\n".join(faults) + "\n"]
-    parts += ["## Why a cell is refused\n", _reasons(measured)]
     if others:
         listed = "\n".join(f"- {row['family']}: {row[PLAIN].partition(': ')[2]}" for row in others)
         parts.append(f"Not measured ({len(others)}), because the tiny model could not be trained in one process:\n")
@@ -147,27 +117,6 @@ def _totals(rows):
         if state in ("exact", "refused", "wrong") or any(counts):
             lines.append(f"| {shown} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines) + "\n"
-
-
-def _reasons(rows):
-    """Return a table of reasons: in how many cells of which columns, and of which families."""
-    found = defaultdict(Counter)
-    for row in rows:
-        for column in COLUMNS:
-            state, _, text = row[column].partition(": ")
-            if state == "refused":
-                found[_kind(text)][column] += 1
-    lines = ["| reason | cells |", "|---|---|"]
-    rare = [kind for kind, counts in found.items() if counts.total() < _RARE]
-    if len(rare) > 1:
-        found["other reasons"] = sum((found.pop(kind) for kind in rare), Counter())
-    for kind, counts in sorted(found.items(), key=lambda each: (-each[1].total(), each[0])):
-        lines.append(f"| {kind} | {', '.join(f'{counts[each]} {each}' for each in COLUMNS if counts[each])} |")
-    return "\n".join(lines) + "\n"
-
-
-def _kind(text):
-    return next((words for pattern, words in KINDS.items() if re.search(pattern, text)), text)
 
 
 def _cell(family, column):

@@ -6,7 +6,7 @@ images then and the other has none; otherwise a part of the samples has, in a pi
 
 import torch
 from family_cells import COLUMNS as SPLIT
-from family_cells import cell_of_error, phase
+from family_cells import cell_of_error, phase, watched
 from vision_models import SAMPLES, build_vision, vision_batch
 from zoo_cells import quiet
 from zoo_results import Cell
@@ -41,49 +41,45 @@ _TIMEOUT_SECONDS = 180.0
 _GROUP_TIMEOUT_SECONDS = 30.0
 
 
-def measure_vision(name, column):
-    """Measure a cell on each kind of batch; also return the whole errors, if there are any."""
-    found = {kind: _measure(name, column, kind) for kind in BATCHES}
+def measure_vision(name, column, kinds):
+    """Measure a cell on kinds of batches; also return the whole errors, if there are any."""
+    found = {kind: _measure(name, column, kind) for kind in kinds}
     text = "\n".join(text for _, text in found.values())
     state, *others = {cell.state for cell, _ in found.values()} - {"exact"} or {"exact"}
     if others:
         return Cell(state="crash", findings=[text]), text
     reasons = {kind: cell.findings[0] for kind, (cell, _) in found.items() if cell.state == state and cell.findings}
     first = next(iter(reasons.values()), "")
-    shown = first if len(reasons) == len(BATCHES) else f"on batches of {' and '.join(reasons)}: {first}"
+    shown = first if len(reasons) == len(kinds) else f"on batches of {' and '.join(reasons)}: {first}"
     return Cell(state=state, findings=[shown] if reasons else []), text
 
 
 def _measure(name, column, kind):
     times = {"timeout_seconds": _TIMEOUT_SECONDS, "group_timeout_seconds": _GROUP_TIMEOUT_SECONDS}
     try:
-        findings = run_on_ranks(_differences, WORLD_SIZE, name, column, kind, **times)[0]
+        findings = run_on_ranks(_watched_differences, WORLD_SIZE, name, column, kind, **times)[0]
     except (RankError, RankDiedError, RankTimeoutError) as error:
         return cell_of_error(error), str(error)
     return Cell(state="wrong" if findings else "exact", findings=findings[:1]), "\n".join(findings)
 
 
-def _differences(name, column, kind):
-    """Return what differs from one process."""
+def _watched_differences(name, column, kind):
+    """Return what differs from one process; an error says in which phase it came."""
     plugin, shares = _plugin(name, column), _shares(name, column, kind)
-    is_boosted, configure = False, plugin.configure
+    with quiet(), phase(watched(plugin)):
+        return differences(name, plugin, shares)
 
-    def watched(*args):
-        nonlocal is_boosted
-        boosted = configure(*args)
-        is_boosted = True
-        return boosted
 
-    vars(plugin)["configure"] = watched
+def differences(name, plugin, shares):
+    """Return what differs from one process in a step on the batches of data parallel ranks."""
 
     def make():
         torch.manual_seed(20)
         model = build_vision(name)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2, weight_decay=0.0)
 
-    with quiet(), phase(lambda: "training" if is_boosted else "boost"):
-        losses = Losses.by_criterion(loss_of_outputs)
-        found = compare_with_one_process(Booster(plugin=plugin), make, losses, shares, 1, what="verify")
+    losses = Losses.by_criterion(loss_of_outputs)
+    found = compare_with_one_process(Booster(plugin=plugin), make, losses, shares, 1, what="verify")
     return [str(each) for each in found if not each.is_explained]
 
 

@@ -76,6 +76,25 @@ def write_cell(folder, name, plugin, cell):
     partial.replace(file)
 
 
+def cell_of(folder, name, column, measure):
+    """Return a cell, and measure it unless it is recorded in a folder, if there is one; also keep the text of a fault.
+
+    Args:
+        folder: Where cells are collected; ``None`` for nowhere.
+        name: Of the row.
+        column: Of the cell.
+        measure: Called with both; returns the cell, and the whole error if there is one.
+    """
+    cell = read_cell(folder, name, column) if folder else None
+    if cell is None:
+        cell, text = measure(name, column)
+        if folder:
+            write_cell(folder, name, column, cell)
+            if cell.state in ("wrong", "crash"):
+                (folder / f"{name}.{column}.txt").write_text(text, encoding="utf-8")
+    return cell
+
+
 def table(recorded):
     """Return a row of text for each model, in the order of their names, from the contents of the files."""
     rows = []
