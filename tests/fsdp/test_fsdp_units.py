@@ -4,7 +4,6 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_fsdp import FSDPConfig
 from booster_fsdp.units import choose_units, find_ignored
-from booster_runtime.sharding import parameters_by_unit
 from booster_testing.models import tiny_llama
 
 
@@ -87,14 +86,6 @@ LAYERS = ["blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.secon
 )
 def test_units(build, options, expected):
     assert units(build(), **options) == expected
-
-
-def test_each_parameter_belongs_to_its_innermost_unit():
-    model = Net()
-    owned = parameters_by_unit(model, ["blocks.0", "blocks.0.first"])
-    assert owned["blocks.0.first"] == list(model.blocks[0].first.parameters())
-    assert owned["blocks.0"] == list(model.blocks[0].second.parameters())
-    assert len(owned[""]) == 6
 
 
 def ignored(model, **options):

@@ -17,11 +17,7 @@ def by_default(*kept):
     Raises:
         ValueError: If the decorated class has no such test.
     """
-
-    def mark(kit):
-        return _mark(kit, set(kept))
-
-    return mark
+    return lambda kit: _mark(kit, set(kept))
 
 
 def slow_cases(*slow):
@@ -30,11 +26,7 @@ def slow_cases(*slow):
     Raises:
         ValueError: If the decorated class has no such test.
     """
-
-    def mark(kit):
-        return _mark(kit, _names(kit).difference(_spelled_out(kit, slow)))
-
-    return mark
+    return lambda kit: _mark(kit, _names(kit).difference(_spelled_out(kit, slow)))
 
 
 def _mark(kit, kept):
