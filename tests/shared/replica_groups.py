@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forked_scripts import torchrun_variables
 from free_ports import free_port
 
 if TYPE_CHECKING:
@@ -77,24 +78,16 @@ class Groups:
     prefix: Callable[[int], list[str]] = lambda _: []
 
     def start(self, group, **options):
-        port = free_port()
         given = json.dumps({**self.options, **options, "log": str(self.folder)})
+        ours = {"REPLICA_GROUP_ID": str(group), "NUM_REPLICA_GROUPS": str(self.num_groups)}
+        ours["TORCHFT_LIGHTHOUSE"] = self.lighthouse.address
         self.running[group] = []
-        for rank in range(self.ranks):
-            added = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self.ranks),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(self.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "REPLICA_GROUP_ID": str(group),
-                "NUM_REPLICA_GROUPS": str(self.num_groups),
-                "TORCHFT_LIGHTHOUSE": self.lighthouse.address,
-            }
+        for rank, variables in enumerate(torchrun_variables(self.ranks)):
             with (self.folder / f"group{group}-rank{rank}.txt").open("ab") as output:
                 command = [*self.prefix(group), sys.executable, str(SCRIPT), given]
-                process = subprocess.Popen(command, env=_environment(added), stdout=output, stderr=subprocess.STDOUT)
+                process = subprocess.Popen(
+                    command, env=_environment({**variables, **ours}), stdout=output, stderr=subprocess.STDOUT
+                )
             self.running[group].append(process)
 
     def start_all(self, **options):
