@@ -31,8 +31,7 @@ COLUMNS = {
 WORLD_SIZE = 2
 _STEPS = 1
 """Gradients depend on the step before by its update alone, which is compared as well."""
-_TIMEOUT_SECONDS = 180.0
-_GROUP_TIMEOUT_SECONDS = 30.0
+_LIMITS = {"timeout_seconds": 180.0, "group_timeout_seconds": 30.0}
 _DOUBLE = 1e-5
 """Tolerance in fp64, of models whose norms and softmaxes compute in fp32 all the same."""
 _REFUSAL = ConfigError.__name__
@@ -70,7 +69,7 @@ def measure_plain(name, _column):
     if name in NOT_MEASURED:
         return Cell(state="not measured", findings=[NOT_MEASURED[name]]), ""
     try:
-        (found,) = run_on_ranks(_train_plainly, 1, name, timeout_seconds=_TIMEOUT_SECONDS)
+        (found,) = run_on_ranks(_train_plainly, 1, name, **_LIMITS)
     except (RankError, RankDiedError, RankTimeoutError) as error:
         return Cell(state="not measured", findings=[_first_errors(error)[0]]), str(error)
     return Cell(state="ok", options=found), ""
@@ -78,22 +77,24 @@ def measure_plain(name, _column):
 
 def measure(name, column):
     """Measure a cell; also return the whole error, if there is one."""
+    return measured(_compare, name, column)
+
+
+def measured(function, *given):
+    """Return the cell of what a function finds to differ, which ranks call, and the whole error if there is one.
+
+    Args:
+        function: Returns what differs, and options of the cell.
+        *given: Its arguments.
+    """
     try:
-        findings, is_double = run_on_ranks(
-            _compare,
-            WORLD_SIZE,
-            name,
-            column,
-            timeout_seconds=_TIMEOUT_SECONDS,
-            group_timeout_seconds=_GROUP_TIMEOUT_SECONDS,
-        )[0]
+        findings, options = run_on_ranks(function, WORLD_SIZE, *given, **_LIMITS)[0]
     except (RankError, RankDiedError, RankTimeoutError) as error:
-        return cell_of_error(error), str(error)
-    options = {"dtype": "fp64"} if is_double else {}
+        return _cell_of_error(error), str(error)
     return Cell(state="wrong" if findings else "exact", options=options, findings=findings[:1]), "\n".join(findings)
 
 
-def cell_of_error(error):
+def _cell_of_error(error):
     """Return a refusal, at `boost` or later, if every rank raised one error of Booster's; else a crash."""
     found = list(error.exceptions.values())
     first = found[0] if found else None
@@ -140,16 +141,13 @@ def _policy_of(model):
 
 
 def _compare(name, column):
-    """Compare with one process in fp32, and in fp64 if that differs; return what differs, and whether it was fp64."""
+    """Compare with one process in fp32, and in fp64 if that differs; return what differs, and the cell's options."""
     with quiet():
-        found = _verified(name, column, torch.float32)
-        if not found.unexplained:
-            return [], False
-        try:
-            exact = _verified(name, column, torch.float64)
-        except CellError:  # a kernel without fp64
-            return [str(each) for each in found.unexplained], False
-        return [str(each) for each in exact.unexplained], True
+        found, options = _verified(name, column, torch.float32), {}
+        if found.unexplained:
+            with contextlib.suppress(CellError):  # a kernel without fp64
+                found, options = _verified(name, column, torch.float64), {"dtype": "fp64"}
+        return [str(each) for each in found.unexplained], options
 
 
 def _verified(name, column, dtype):

@@ -6,7 +6,7 @@ images then and the other has none; otherwise a part of the samples has, in a pi
 
 import torch
 from family_cells import COLUMNS as SPLIT
-from family_cells import cell_of_error, phase, watched
+from family_cells import measured, phase, watched
 from vision_models import SAMPLES, build_vision, vision_batch
 from zoo_cells import quiet
 from zoo_results import Cell
@@ -16,8 +16,6 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import RankError, run_on_ranks
-from booster_testing.rank_pool import RankDiedError, RankTimeoutError
 from booster_tools.verification.losses import Losses, loss_of_outputs
 from booster_tools.verification.run import compare_with_one_process
 from booster_zero import LowLevelZeroPlugin
@@ -36,14 +34,11 @@ BATCHES = {
     "both": (_ALL, _NONE),
 }
 """For each sample of either rank, whether it has an image; ranks that share a batch have half of each."""
-WORLD_SIZE = 2
-_TIMEOUT_SECONDS = 180.0
-_GROUP_TIMEOUT_SECONDS = 30.0
 
 
 def measure_vision(name, column, kinds):
     """Measure a cell on kinds of batches; also return the whole errors, if there are any."""
-    found = {kind: _measure(name, column, kind) for kind in kinds}
+    found = {kind: measured(_watched_differences, name, column, kind) for kind in kinds}
     text = "\n".join(text for _, text in found.values())
     state, *others = {cell.state for cell, _ in found.values()} - {"exact"} or {"exact"}
     if others:
@@ -54,20 +49,11 @@ def measure_vision(name, column, kinds):
     return Cell(state=state, findings=[shown] if reasons else []), text
 
 
-def _measure(name, column, kind):
-    times = {"timeout_seconds": _TIMEOUT_SECONDS, "group_timeout_seconds": _GROUP_TIMEOUT_SECONDS}
-    try:
-        findings = run_on_ranks(_watched_differences, WORLD_SIZE, name, column, kind, **times)[0]
-    except (RankError, RankDiedError, RankTimeoutError) as error:
-        return cell_of_error(error), str(error)
-    return Cell(state="wrong" if findings else "exact", findings=findings[:1]), "\n".join(findings)
-
-
 def _watched_differences(name, column, kind):
     """Return what differs from one process; an error says in which phase it came."""
     plugin, shares = _plugin(name, column), _shares(name, column, kind)
     with quiet(), phase(watched(plugin)):
-        return differences(name, plugin, shares)
+        return differences(name, plugin, shares), {}
 
 
 def differences(name, plugin, shares):
