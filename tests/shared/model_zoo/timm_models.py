@@ -2,10 +2,8 @@
 
 from functools import partial
 
-from torch.nn.functional import cross_entropy
-
 from model_zoo.fields import batch_of, normal, numbers
-from model_zoo.registry import ZooModel
+from model_zoo.registry import ZooModel, classified
 
 CLASSES = 10
 
@@ -14,10 +12,6 @@ def _build(name, settings):
     import timm
 
     return timm.create_model(name, num_classes=CLASSES, **settings)
-
-
-def _classified(output, batch):
-    return cross_entropy(output, batch["labels"])
 
 
 def timm_model(name, original, settings=None, **more):
@@ -33,7 +27,7 @@ def timm_model(name, original, settings=None, **more):
         name=f"timm/{name}",
         build=partial(_build, original, settings or {}) if isinstance(original, str) else original,
         batch=batch_of(x=normal(3, 32, 32), labels=numbers(CLASSES)),
-        loss=_classified,
+        loss=classified,
         needs=("timm",),
         no_effect=("*pos_proj.bias", "*attn.k.bias"),
         **more,

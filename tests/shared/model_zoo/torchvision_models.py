@@ -1,10 +1,9 @@
 """Image classifiers of torchvision, with few layers and channels."""
 
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from model_zoo.fields import batch_of, normal, numbers
-from model_zoo.registry import ZooModel
+from model_zoo.registry import ZooModel, classified
 
 _CLASSES = 10
 
@@ -42,16 +41,12 @@ def _vgg():
     return nn.Sequential(*make_layers([8, "M", 16, "M"]), *head)
 
 
-def _classified(output, batch):
-    return cross_entropy(output, batch["labels"])
-
-
 def _one(name, build, image="x", **more):
     return ZooModel(
         name=f"torchvision/{name}",
         build=build,
         batch=batch_of(**{image: normal(3, 32, 32)}, labels=numbers(_CLASSES)),
-        loss=_classified,
+        loss=classified,
         needs=("torchvision",),
         **more,
     )
