@@ -10,6 +10,7 @@ from driven_runs import assert_same_loop
 from matrix import matrix
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -39,7 +40,33 @@ def test_gradients_with_each_option_equal_one_process(options, name):
     assert_equals_one_process(case, Setting(TorchFSDPPlugin, OPTIONS[options], 4))
 
 
-# ---- different use on different ranks, and mixed dtypes
+# ---- a checkpoint of the whole model, which backward runs again
+
+
+def net():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def checkpointed(run, batch, use_reentrant):
+    return checkpoint(run.model, batch.requires_grad_(), use_reentrant=use_reentrant)
+
+
+def recomputes(run, use_reentrant):
+    for step in range(3):
+        run.backward(run.mean(step, lambda batch, _: checkpointed(run, batch, use_reentrant).square().mean()))
+        with torch.no_grad():
+            run.loss(step)
+        run.step()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saves_tensors", "runs_backward_inside"])
+def test_a_checkpoint_of_the_whole_model(use_reentrant):
+    case = Case(build=net, batch=noise(4, 8), max_norm=None)
+    loop = partial(recomputes, use_reentrant=use_reentrant)
+    assert_same_loop(loop, case, Setting(TorchFSDPPlugin, {"unit_classes": ("Linear",)}))
+
+
+# ---- mixed dtypes, and parameters that torch's FSDP can't shard
 
 
 def frozen_first(dtype):
@@ -75,6 +102,22 @@ def test_gradients_of_a_unit_that_was_frozen_at_boost_keep_their_precision(dtype
     build, batch = partial(frozen_first, dtype), partial(rows_of, dtype)
     case = Case(build=build, batch=batch, optimizer=all_listed, tolerance=tolerance)
     assert_same_loop(thaws, case, Setting(TorchFSDPPlugin, {"unit_min_numel": 1}, precision=precision))
+
+
+class WithEmpty(nn.Module):
+    """A layer, and a parameter without rows that forward uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.rows = nn.Parameter(torch.empty(0, 8))
+
+    def forward(self, x):
+        return torch.cat([self.inner(x), x @ self.rows.t()], dim=1)
+
+
+def test_empty_parameter_equals_one_process():
+    assert_equals_one_process(Case(build=WithEmpty, batch=noise(4, 8)), Setting(TorchFSDPPlugin))
 
 
 class Inplace(nn.Module):
@@ -173,3 +216,24 @@ def test_invalid_option_raises_on_every_rank(options, message):
 def test_optimizer_over_all_parameters_as_one_vector_raises():
     model = TinyMLP()
     Booster("cpu", plugin=TorchFSDPPlugin()).boost(model, torch.optim.LBFGS(model.parameters()))
+
+
+def boost_with(change):
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=change == "sparse"), nn.Linear(8, 8))
+    if change == "hook":
+        model[1].weight.register_hook(lambda gradient: 3 * gradient)
+    elif change == "accumulate hook":
+        model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+HOOKS = "Parameter '1.weight' has hooks on its gradient, which FSDP drops"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [("hook", HOOKS), ("accumulate hook", HOOKS), ("sparse", "The gradients of '0' are sparse.*sparse=False")],
+)
+def test_boost_refuses(change, match):
+    expect_on_ranks(ConfigError, match, boost_with, 2, change)
