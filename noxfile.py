@@ -185,7 +185,7 @@ def coverage(session: nox.Session) -> None:
 def mutation(session: nox.Session) -> None:
     """Plant faults in the arithmetic, one at a time, and fail where its tests miss one: ``-- zero/partition`` for some.
 
-    ``-- --list`` shows the targets. The reports are in build/mutation.
+    ``-- --list`` shows the targets.
     """
     session.env["PYTHONPATH"] = str(ROOT / "tests" / "shared")
     _run(session, _checkout(session), "-m", "mutation", *session.posargs)
@@ -311,7 +311,7 @@ def _pack_device_runs(session: nox.Session, python: str) -> None:
     shared = ROOT / "tests" / "shared"
     for folder in (shared / "device_runs", ROOT / "benchmarks" / "device_speed"):
         shutil.copytree(folder, pack / "cases" / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in ("device_smoke.py", "host_waits.py"):
+    for module in ("device_smoke.py", "free_ports.py", "host_waits.py"):
         shutil.copy(shared / module, pack / "cases")
     shutil.copy(ROOT / "tools" / "run_gpu_pack.sh", pack / "run.sh")
     wheels = pack / "wheels"

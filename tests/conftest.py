@@ -1,7 +1,5 @@
 """Shared fixtures: fail tests that leak state of the process."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -33,7 +31,7 @@ _STARTED_FIRST = {"ranks_with_isolated_libraries": "isolated libraries", "script
 """What is in files whose tests need a process that imports for seconds. One test process runs all of them."""
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     gc.disable()  # until all is imported and collected, of which nothing is garbage
     run_in_turns()  # also the scripts and commands that tests start
     # Many processes share the processors, and threads that wait for each other would spin.
@@ -41,21 +39,21 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)  # torch has read the variable before
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+def pytest_itemcollected(item):
     """Mark the tests that take long while the default run has others like them."""
     if not _long_tests().isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
         item.add_marker("long")
 
 
 @functools.cache
-def _long_tests() -> frozenset[str]:
+def _long_tests():
     file = Path(__file__).with_name("evidence") / "long.txt"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []  # no sdist has it
     return frozenset(line.partition(" ")[2] for line in lines)
 
 
 @pytest.hookimpl(trylast=True)  # after markers and names have selected the tests
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Give slow tests their time limit; move files with many cases to the front, and those without ranks to the end.
 
     A parallel run starts files in this order: what takes long and started last would run alone in the end.
@@ -68,14 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+def pytest_xdist_make_scheduler(config, log):
     """Deal out files, and groups of files that share a process, where the run asks for files."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
+        def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
             return _group_of(config.rootpath / file) or file
 
@@ -83,36 +81,36 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 
 
 @pytest.fixture
-def transformers_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def transformers_leaves_nothing(monkeypatch, tmp_path):
     """Keep transformers from leaving its loading threads, and torch from setting a variable for good."""
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @functools.cache
-def _has_ranks(path: Path) -> bool:
+def _has_ranks(path):
     text = path.read_text(encoding="utf-8")
     return any(word in text for word in _OF_RANKS)
 
 
 @functools.cache
-def _group_of(path: Path) -> str | None:
+def _group_of(path):
     text = path.read_text(encoding="utf-8")
     return next((group for word, group in _STARTED_FIRST.items() if word in text), None)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     _settle_garbage()
     gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the file
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+def pytest_runtest_teardown(item, nextitem):
     if nextitem is not None and nextitem.path != item.path:
         _settle_garbage()
 
 
-def _settle_garbage() -> None:
+def _settle_garbage():
     """Exclude imported modules and collected tests from collections of garbage, and from searches among all objects.
 
     There are hundreds of thousands, at which a lazy model that gets its values would look each time.
@@ -121,7 +119,7 @@ def _settle_garbage() -> None:
     gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     close_ranks()
 
 
@@ -198,7 +196,7 @@ _NAMELESS_POOL = "ThreadPoolExecutor-"
 _GRACE_SECONDS = 10.0
 
 
-def _ends_by_itself(thread: threading.Thread) -> bool:
+def _ends_by_itself(thread):
     """Return whether a thread belongs to a library's pool that was shut down, and ends.
 
     transformers shuts down its pool of readers without waiting for them. Threads of other pools never end.
@@ -212,13 +210,13 @@ _OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TORCH_FR_BUFFER_SI
 """Variables that pytest sets, torch when an optimizer is first used, and a launch for process groups to come."""
 
 
-def _environment() -> dict[str, str]:
+def _environment():
     return {name: value for name, value in os.environ.items() if name not in _OTHERS}
 
 
-def _children() -> set[int]:
+def _children():
     """Return the process ids of this process's children (empty if the kernel does not list them)."""
-    pids: set[int] = set()
+    pids = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread may have ended meanwhile
             pids.update(map(int, file.read_text().split()))

@@ -5,8 +5,6 @@
 A test may be added there while the default run keeps another that would find what it finds.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import functools

@@ -9,27 +9,29 @@ run the line run first; where they miss a fault, the tests in question run. A li
 `deleted.csv` in this folder, with the faults that these tests alone find.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
+import contextlib
 import csv
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
-from reversed_fixes import ROOT, _Tree
-
-sys.path.insert(0, str(ROOT / "tests" / "shared"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 
 from mutation.mutants import mutants_of
 
+ROOT = Path(__file__).parents[2]
+PYTEST = ("pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-o", "junit_family=xunit1")
 TABLE = Path(__file__).with_name("deleted.csv")
 FIELDS = ("tests", "others", "sources", "planted", "found by others", "found by these alone", "which")
 
@@ -45,23 +47,25 @@ def main():
     asked = parser.parse_args()
     by_others, alone = 0, []
     with tempfile.TemporaryDirectory(prefix="needed-") as folder:
-        tree = _Tree(Path(folder), asked.seconds)
+        root = Path(folder) / "tree"
+        subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(root)], check=True)
+        run = partial(_failed, root, seconds=asked.seconds)
         sources = [each.partition("::")[0] for each in asked.sources]
-        own = _lines_run(tree, asked.tests, sources)
-        others = {each: _lines_run(tree, [each], sources) for each in asked.others}
+        own = _lines_run(root, asked.tests, sources)
+        others = {each: _lines_run(root, [each], sources) for each in asked.others}
         chosen = _chosen(asked, own)
         for source, mutant in chosen:
-            _plant(tree.root / source, mutant)
+            _plant(root / source, mutant)
             label = f"{Path(source).name}:{mutant.line} {mutant.before} -> {mutant.after}"
             running = [each for each, lines in others.items() if mutant.line in lines[source]]
-            finders = running and _finders(tree, running)
+            finders = running and run(running, "-x")
             by_others += bool(finders)
             if not finders:
-                finders = _finders(tree, asked.tests, stop=False)
+                finders = run(asked.tests)
                 alone += [label] * bool(finders)
                 finders = [f"ALONE {each}" for each in finders] or ["nobody"]
             print(label[:110], *finders, sep="\n    ", flush=True)
-            (tree.root / source).write_bytes((ROOT / source).read_bytes())
+            (root / source).write_bytes((ROOT / source).read_bytes())
     row = [" ".join(asked.tests), " ".join(asked.others), " ".join(asked.sources), len(chosen), by_others, len(alone)]
     is_new = not TABLE.exists()
     with TABLE.open("a", encoding="utf-8", newline="") as file:
@@ -72,17 +76,23 @@ def main():
     print(f"{len(chosen)} planted: {by_others} found by others, {len(alone)} by these tests alone")
 
 
-def _lines_run(tree, tests, sources):
+def _environment(root):
+    """Return variables with which tests of a clone find its sources."""
+    paths = os.pathsep.join(map(str, sorted(root.glob("packages/*/src"))))
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
+def _lines_run(root, tests, sources):
     """Return which lines of each source tests run, on ranks as well."""
-    data = tree.root.with_name("coverage")
-    environment = {**os.environ, **tree.environment(tree.root), "COVERAGE_FILE": str(data)}
+    data = root.with_name("coverage")
+    environment = {**_environment(root), "COVERAGE_FILE": str(data)}
     for arguments in (
-        ["run", f"--include={','.join(sources)}", "-m", *tree.PYTEST, *tests],
+        ["run", f"--include={','.join(sources)}", "-m", *PYTEST, *tests],
         ["combine", "--quiet"],
         ["json", "--quiet", "--ignore-errors", "-o", f"{data}.json"],
     ):
         command = [sys.executable, "-m", "coverage", *arguments]
-        subprocess.run(command, cwd=tree.root, env=environment, capture_output=True, check=False)
+        subprocess.run(command, cwd=root, env=environment, capture_output=True, check=False)
     report = json.loads(Path(f"{data}.json").read_bytes())["files"]
     for each in data.parent.glob("coverage*"):
         each.unlink()
@@ -117,10 +127,24 @@ def _plant(file, mutant):
     file.write_text(ast.unparse(ast.fix_missing_locations(tree)), encoding="utf-8")
 
 
-def _finders(tree, tests, *, stop=True):
-    """Return the tests that fail, at most one with ``stop``, or what else went wrong."""
-    failed = tree._failed(tree.root, tests, stop=stop)
-    return ["no end in time"] if failed is None else [name or how for name, how in failed]
+def _failed(root, tests, *options, seconds):
+    """Return the tests that fail, or what else went wrong."""
+    report = root.with_suffix(".xml")
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", *PYTEST, *options, f"--junitxml={report}", *tests]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=root, env=_environment(root), process_group=0, **quiet) as process:
+        try:
+            process.wait(seconds + 30)  # to import and collect
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # ranks end with it
+            return ["no end in time"]
+    if not report.exists():
+        return ["pytest did not start"]
+    cases = ET.parse(report).getroot().iter("testcase")
+    bad = [case for case in cases if any(each.tag in ("failure", "error") for each in case)]
+    return [f"{case.get('file', case.get('classname'))}::{case.get('name')}" for case in bad]
 
 
 if __name__ == "__main__":

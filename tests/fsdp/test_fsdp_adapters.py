@@ -65,10 +65,9 @@ def train(options, base_dtype):
 
 
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_frozen_base_is_sharded_and_not_rounded(base_dtype, world_size):
-    for share, logits, gradients, described in run_on_ranks(train, world_size, {}, base_dtype):
-        assert share == pytest.approx(1 / world_size, rel=0.01), "all dimensions are multiples of the ranks"
+def test_a_frozen_base_is_sharded_and_not_rounded(base_dtype):
+    for share, logits, gradients, described in run_on_ranks(train, 2, {}, base_dtype):
+        assert share == pytest.approx(1 / 2, rel=0.01), "all dimensions are multiples of the ranks"
         assert_same_tensors(*logits, EXACT)
         assert_same_tensors(*gradients, tolerance_for(torch.bfloat16))
         assert "gathered in bfloat16, those in a unit with a frozen base as they are" in described

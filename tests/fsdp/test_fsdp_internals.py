@@ -1,7 +1,5 @@
 """What is expected of torch's FSDP beyond its public interface is checked where a model is boosted."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

@@ -1,13 +1,14 @@
 """Effects of the FSDP plugin's options: when and over which ranks parameters are gathered, and what is replicated."""
 
-from __future__ import annotations
-
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting, assert_equals_one_process
+from cases import Case, Setting, assert_equals_one_process, noise
+from driven_runs import assert_same_loop
+from matrix import matrix, named
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +16,6 @@ from booster_core import Booster
 from booster_fsdp import TorchFSDPPlugin
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
-from booster_testing.compare import tolerance_for
 from booster_testing.models import TinyMLP
 
 WIDTHS = (4, 8, 12, 16, 20, 24)
@@ -110,10 +110,6 @@ def test_backward_prefetch():
 # ---- replicated parameters and buffers
 
 
-def rows(number, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
-
-
 def replicated(_booster, model, _optimizer):
     return sorted(n for n, p in model.unwrap().named_parameters() if not isinstance(p, DTensor))
 
@@ -127,7 +123,7 @@ def replicated(_booster, model, _optimizer):
     ],
 )
 def test_ignored_parameters_are_replicated_and_averaged(options, expected):
-    case = Case(build=TinyMLP, batch=rows)
+    case = Case(build=TinyMLP, batch=noise(4, 8))
     assert assert_equals_one_process(case, Setting(TorchFSDPPlugin, options), tell=replicated) == [expected] * 2
 
 
@@ -147,32 +143,39 @@ def test_broadcast_buffers_broadcasts_running_statistics(is_sent):
     assert torch.equal(first, second) == is_sent
 
 
-# ---- parameters that are frozen temporarily
+# ---- layers that are gathered ahead and left out
 
 
-def frozen_unit():
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    model[0].requires_grad_(False)
-    return model
+class Skipping(nn.Module):
+    """Layers, some of which a call may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x, skipped=()):
+        for number, layer in enumerate(self.layers):
+            if number not in skipped:
+                x = torch.tanh(layer(x))
+        return x
 
 
-def over_all(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+def leaves_out_before_a_step(run, evaluates, skipped):
+    for step in range(4):
+        run.backward(run.loss(step))
+        with torch.set_grad_enabled(not evaluates):
+            run.loss(step, skipped=skipped)
+        run.step()
 
 
-def unfreeze(step, model, _optimizer):
-    if step == 2:
-        model[0].requires_grad_(True)
-
-
-def test_units_in_low_precision_train_once_they_are_unfrozen():
-    case = Case(
-        build=frozen_unit,
-        batch=rows,
-        optimizer=over_all,
-        before_step=unfreeze,
-        steps=4,
-        max_norm=None,
-        tolerance=tolerance_for(torch.bfloat16),  # one process computes in fp32
-    )
-    assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_classes": ["Linear"]}, precision="bf16"))
+@matrix(
+    1,
+    2,
+    skipped=named([(1,), (1, 2), (3,)], str),
+    options=named([{}, {"forward_prefetch": 2}], ["default", "two ahead"]),
+    evaluates=named([True, False], ["without gradients", "without backward"]),
+)
+def test_layers_that_were_gathered_ahead_and_left_out_have_the_values_of_the_next_step(options, evaluates, skipped):
+    loop = partial(leaves_out_before_a_step, evaluates=evaluates, skipped=skipped)
+    setting = Setting(TorchFSDPPlugin, {"unit_classes": ["Linear"], **options})
+    assert_same_loop(loop, Case(build=Skipping, batch=noise(2, 6)), setting)

@@ -5,8 +5,9 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting
+from cases import Case, Setting, noise
 from driven_runs import assert_same_loop
+from matrix import matrix
 from ranked import on_ranks
 from torch import nn
 
@@ -135,10 +136,6 @@ class Sided(nn.Module):
         return self.left(self.trunk(x).tanh())
 
 
-def rows(number, rank):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
-
-
 def whole(run):
     return contextlib.nullcontext() if run.booster is None else run.model.whole_parameters()
 
@@ -178,10 +175,13 @@ def penalizes_shards(run):
         run.step()
 
 
-@pytest.mark.parametrize("loop", [penalizes_whole_parameters, computes_a_part, penalizes_shards])
-@pytest.mark.parametrize("options", [{}, {"unit_min_numel": 1}, {"unit_min_numel": 1, "replica_size": 2}])
+@matrix(
+    1,
+    loop=[penalizes_whole_parameters, computes_a_part, penalizes_shards],
+    options=[{}, {"unit_min_numel": 1}, {"unit_min_numel": 1, "replica_size": 2}],
+)
 def test_gradients_from_outside_of_units_equal_one_process(loop, options):
-    assert_same_loop(loop, Case(build=Sided, batch=rows), Setting(TorchFSDPPlugin, options))
+    assert_same_loop(loop, Case(build=Sided, batch=noise(4, 6)), Setting(TorchFSDPPlugin, options))
 
 
 def seeded_pair():

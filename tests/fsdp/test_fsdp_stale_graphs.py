@@ -1,10 +1,8 @@
 """Backward through a graph that is older than the parameters raises, as autograd does without FSDP."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from matrix import matrix, named
+from matrix import matrix
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,11 +13,10 @@ from booster_core.precision import LossScaleConfig
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_fsdp import TorchFSDPPlugin
 from booster_runtime import full_gradient
-from booster_testing import expect_on_ranks
 
 
 class Net(nn.Module):
-    def __init__(self, *, recomputed=False) -> None:
+    def __init__(self, *, recomputed=False):
         super().__init__()
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
         self.recomputed = recomputed
@@ -50,33 +47,24 @@ def data(step=0):
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
 
 
-def backward_after_step(name, direct, recomputed):
+@matrix(
+    ["one unit-loss-False", "root without parameters-optimizer-True", "kept gathered-optimizer-False"],
+    1,
+    name=UNITS,
+    by=["optimizer", "loss"],
+    recomputed=[False, True],
+)
+@on_ranks(2)
+def test_backward_of_a_graph_older_than_the_step_raises(name, by, recomputed):
     _, model, optimizer = boost(UNITS[name], recomputed=recomputed)
     old = model(data())
     optimizer.backward(model(data(1)).square().mean())
     optimizer.step()
     optimizer.zero_grad()
     loss = old.square().mean()
-    loss.backward() if direct else optimizer.backward(loss)
-
-
-@matrix(1, name=UNITS, direct=named([False, True], ["backward of the optimizer", "backward of the loss"]))
-def test_backward_of_a_graph_older_than_the_step_raises(name, direct):
-    expect_on_ranks(
-        GradientError, "modified by an inplace operation.*before the step", backward_after_step, 2, name, direct, False
-    )
-
-
-def test_backward_of_a_recomputed_graph_older_than_the_step_raises():
-    expect_on_ranks(
-        GradientError,
-        "modified by an inplace operation",
-        backward_after_step,
-        2,
-        "root without parameters",
-        False,
-        True,
-    )
+    where = "" if recomputed else ".*before the step"
+    with pytest.raises(GradientError, match=f"modified by an inplace operation{where}"):
+        loss.backward() if by == "loss" else optimizer.backward(loss)
 
 
 @raises_on_ranks(GradientError, "modified by an inplace operation", 2)

@@ -1,7 +1,5 @@
 """``torch.distributed.checkpoint.state_dict`` on what `boost` returns."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,23 +1,20 @@
 """The options that are passed to torch, compared with ``fully_shard`` by hand: gradients, dtypes and placements."""
 
-from __future__ import annotations
-
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import on_ranks
+from cases import Case, Setting, assert_equals_one_process, noise
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_fsdp import TorchFSDPPlugin, sharding
-from booster_runtime import collectives
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_fsdp import TorchFSDPPlugin
+from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
 BF16 = torch.bfloat16
@@ -27,28 +24,27 @@ def last_dimension(parameter):
     return Shard(parameter.ndim - 1)
 
 
-# Options of the plugin, and of `fully_shard`.
+FP32_OUTPUT = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+POLICIES = {
+    "bf16": MixedPrecisionPolicy(param_dtype=BF16),
+    "bf16, fp32 sums": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32),
+    "bf16, fp32 output": MixedPrecisionPolicy(param_dtype=BF16, output_dtype=torch.float32),
+    "fp32, bf16 sums": MixedPrecisionPolicy(reduce_dtype=BF16),
+    "fp32 output of all": FP32_OUTPUT,
+}
 CASES = {
-    "placement": (lambda: {"shard_placement_fn": last_dimension}, {}),
-    "bf16": (lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, {}),
-    "bf16, fp32 sums": (lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)}, {}),
-    "bf16, fp32 output": (
-        lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, output_dtype=torch.float32)},
-        {},
-    ),
-    "fp32, bf16 sums": (lambda: {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}, {}),
-    "offload": (lambda: {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
-    "fp32 output of all": (
-        lambda: {
-            "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-        },
-        {},
-    ),
+    "placement": ({"shard_placement_fn": last_dimension}, {"shard_placement_fn": last_dimension}),
+    "offload": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"cpu_offload": True}),
+    **{name: ({"mp_policy": policy}, {"mixed_precision": policy}) for name, policy in POLICIES.items()},
     "policy and precision": (
-        lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)},
-        {"precision": "bf16"},
+        {"mp_policy": FP32_OUTPUT},
+        {"mixed_precision": POLICIES["bf16, fp32 sums"], "precision": "bf16"},
     ),
 }
+"""Options of `fully_shard`, and of the plugin."""
+WITHOUT_AUTOCAST = (
+    "forward and backward in bfloat16 without autocast; parameters kept in float32 and gathered in bfloat16"
+)
 
 
 class Net(nn.Module):
@@ -98,93 +94,37 @@ def by_hand(options):
     return outcome(net, net, lambda loss: loss.backward(), torch.optim.AdamW(net.parameters(), lr=0.1))
 
 
-def boosted(options, plugin_options):
-    given = {**options, **plugin_options}
-    if "mp_policy" in given:
-        given["mixed_precision"] = given.pop("mp_policy")
-    if "offload_policy" in given:
-        given["cpu_offload"] = bool(given.pop("offload_policy"))
+def boosted(**options):
     net = make()
-    booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_classes=["Linear"], **given))
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_classes=["Linear"], **options))
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.1))
     return *outcome(net, model, lambda loss: booster.backward(loss, optimizer), optimizer), booster.describe()
 
 
 def both(name):
-    make_options, plugin_options = CASES[name]
-    options = make_options()
-    return boosted(options, plugin_options), by_hand(options)
+    of_torch, of_plugin = CASES[name]
+    return boosted(**of_plugin), by_hand(of_torch)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"policy and precision"}))
+@pytest.mark.parametrize("name", CASES)
 def test_step_equals_fully_shard_by_hand(name):
-    plain = make()
-    for (gradients, values, found, _), (expected_gradients, expected, by_torch) in run_on_ranks(both, 2, name):
+    for (gradients, values, found, described), (expected_gradients, expected, by_torch) in run_on_ranks(both, 2, name):
         assert found == by_torch
         # Both compute the same; sums of narrow dtypes may be in another order.
-        narrow = torch.float32 in found[2] and "bf16" not in name
-        tolerance = tolerance_for(torch.float32 if narrow else BF16)
+        tolerance = tolerance_for(BF16 if "bf16" in name else torch.float32)
         assert_same_tensors(gradients, expected_gradients, tolerance)
         assert_same_tensors(values, expected, tolerance)
-        assert gradients.keys() == dict(plain.named_parameters()).keys()
-
-
-# ---- bf16 without autocast
-
-
-@pytest.mark.parametrize("name", ["fp32 output of all", "policy and precision"])
-def test_narrow_forward_without_autocast_equals_fully_shard_by_hand(name):
-    for (gradients, values, found, described), (expected_gradients, expected, _) in run_on_ranks(both, 2, name):
-        output, inside, dtypes, _ = found
-        assert (output, inside, dtypes) == (torch.float32, BF16, {torch.float32})
-        tolerance = tolerance_for(BF16)
-        assert_same_tensors(gradients, expected_gradients, tolerance)
-        assert_same_tensors(values, expected, tolerance)
-        assert (
-            "forward and backward in bfloat16 without autocast; parameters kept in float32 and gathered in bfloat16"
-            in described
-        )
-        assert "reduction  gradients are sent in fp32" in described
+        if CASES[name][0].get("mp_policy") == FP32_OUTPUT:
+            assert found[:3] == (torch.float32, BF16, {torch.float32})
+            assert WITHOUT_AUTOCAST in described
+            assert "reduction  gradients are sent in fp32" in described
 
 
 @on_ranks(2)
 def test_autocast_is_the_default():
-    _, _, (output, inside, dtypes, _), described = boosted({}, {"precision": "bf16"})
+    _, _, (output, inside, dtypes, _), described = boosted(precision="bf16")
     assert (output, inside, dtypes) == (torch.float32, torch.float32, {torch.float32})
     assert "forward and backward in bfloat16 by autocast" in described
-
-
-def sent(name):
-    """Return the dtypes that reductions of a step send, and what `Booster.describe` says."""
-    dtypes = set()
-    original = collectives.reduce_scatter
-
-    def noting(tensor, *args, **kwargs):
-        dtypes.add(tensor.dtype)
-        return original(tensor, *args, **kwargs)
-
-    make_options, plugin_options = CASES[name]
-    with mock.patch.object(collectives, "reduce_scatter", noting):
-        *_, described = boosted(make_options(), plugin_options)
-    return dtypes, described
-
-
-def test_describe_says_what_the_policy_of_torch_brings():
-    for dtypes, described in run_on_ranks(sent, 2, "bf16"):
-        assert "compute bf16" in described
-        assert "forward and backward in bfloat16 without autocast; parameters kept in float32" in described
-        # torch 2.15 reduces in the dtype of the parameters by default, and before in that of the gathered ones.
-        [dtype] = dtypes
-        name = {BF16: "bf16, summed in fp32", torch.float32: "fp32"}[dtype]
-        assert f"reduction  gradients are sent in {name}" in described
-    for name, dtype in (
-        ("bf16, fp32 sums", torch.float32),
-        ("fp32, bf16 sums", BF16),
-        ("fp32 output of all", torch.float32),
-    ):
-        assert {frozenset(dtypes) for dtypes, _ in run_on_ranks(sent, 2, name)} == {frozenset({dtype})}
-    for (*_, described), _ in run_on_ranks(both, 2, "fp32, bf16 sums"):
-        assert "forward and backward in the dtype of the parameters, kept in float32" in described
 
 
 @on_ranks(2)
@@ -200,80 +140,26 @@ def test_fp16_without_autocast_scales_the_loss():
     assert optimizer.loss_scaler.scale == before / 2
 
 
-# ---- what reaches torch
-
-
-def offloading(options):
-    policies = []
-    original = sharding.fully_shard
-
-    def noting(*args, **kwargs):
-        policies.append(kwargs["offload_policy"])
-        return original(*args, **kwargs)
-
-    sharding.fully_shard = noting
-    try:
-        Booster("cpu", plugin=TorchFSDPPlugin(**options)).boost(make())
-    finally:
-        sharding.fully_shard = original
-    return policies
-
-
-def test_offloading_reaches_torch():
-    policy = CPUOffloadPolicy(pin_memory=False)
-    assert run_on_ranks(offloading, 2, {"cpu_offload": True, "unit_classes": ["Linear"]}) == [[policy] * 3] * 2
-    assert run_on_ranks(offloading, 2, {}) == [[OffloadPolicy()]] * 2
-
-
 # ---- whole parameters of other placements
 
 
-def muon_steps(options, is_boosted):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False))
-    optimizer = torch.optim.Muon(net.parameters(), lr=0.1)
-    model, backward = net, lambda loss: loss.backward()
-    if is_boosted:
-        booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
-        model, optimizer, *_ = booster.boost(net, optimizer)
-        backward = optimizer.backward
-    for step in range(2):
-        data = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        backward(model(data).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return {
-        name: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for name, p in net.named_parameters()
-    }
+def matrices():
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False))
+
+
+def muon(model):
+    return torch.optim.Muon(model.parameters(), lr=0.1)
 
 
 def test_optimizer_of_whole_parameters_steps_columns():
-    expected = muon_steps({}, is_boosted=False)
-    for values in run_on_ranks(muon_steps, 2, {"shard_placement_fn": last_dimension}, True):
-        assert_same_tensors(values, expected, tolerance_for(torch.float32))
+    case = Case(build=matrices, batch=noise(4, 8), optimizer=muon, max_norm=None)
+    assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"shard_placement_fn": last_dimension}))
 
 
 # ---- user errors
 
 
-def boost_with(options, mixed_precision=None):
-    Booster("cpu", mixed_precision, TorchFSDPPlugin(**options)).boost(make())
-
-
-@pytest.mark.parametrize(
-    ("options", "mixed_precision", "message"),
-    [
-        (
-            {"mixed_precision": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)},
-            "bf16",
-            r"`mixed_precision` has reduce_dtype torch.bfloat16, and the precision 'bf16' asks for torch.float32",
-        ),
-        (
-            {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.float64)},
-            None,
-            "`mixed_precision` has `param_dtype=torch.float64`",
-        ),
-    ],
-)
-def test_options_that_contradict_each_other_raise(options, mixed_precision, message):
-    expect_on_ranks(ConfigError, message, boost_with, 2, options, mixed_precision)
+@raises_on_ranks(ConfigError, "`mixed_precision` has `param_dtype=torch.float64`", 2)
+def test_a_wide_policy_raises():
+    plugin = TorchFSDPPlugin(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float64))
+    Booster("cpu", plugin=plugin).boost(make())

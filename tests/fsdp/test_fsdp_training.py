@@ -1,48 +1,27 @@
-"""FSDP compared with one process on various models, by parameter name; evaluation, generation and loading."""
-
-from __future__ import annotations
+"""FSDP compared with one process on various models, by parameter name."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process
+from cases import Case, Setting, assert_equals_one_process, noise, zoo_case
 from driven_runs import assert_same_loop
 from matrix import matrix
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
-from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import Tolerance
-from booster_testing.models import TinyMixedBag, TinyMLP, tiny_llama
+from booster_testing import expect_on_ranks
+from booster_testing.compare import Tolerance, tolerance_for
+from booster_testing.models import TinyMixedBag, TinyMLP
 from booster_testing.training import whole_model
 
-
-class ConvNet(nn.Module):
-    """Convolutions with GroupNorm, a layer in another memory format, and a scalar parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 10, 3), nn.GroupNorm(2, 10), nn.ReLU(), nn.Conv2d(10, 7, 3))
-        self.body.to(memory_format=torch.channels_last)
-        self.temperature = nn.Parameter(torch.tensor(1.5))
-        self.head = nn.Linear(7, 5)
-
-    def forward(self, pixels):
-        return self.head(self.body(pixels).mean((2, 3))) * self.temperature
-
-
-MODELS = {
-    "llama": tiny_llama,
-    "tied llama": lambda: tiny_llama(tie_word_embeddings=True),
-    "conv": ConvNet,
-}
 OPTIONS = {
-    "layers": {},
-    "small units": {"unit_min_numel": 500},
+    "small units": {"unit_min_numel": 200},
     "keep gathered": {"reshard_after_forward": False},
     "prefetch": {"unit_min_numel": 500, "forward_prefetch": 2, "backward_prefetch": 2},
     "replicas": {"replica_size": 2},
@@ -52,56 +31,52 @@ OPTIONS = {
 }
 
 
-def make(name):
-    torch.manual_seed(5)
-    return MODELS[name]()
+CASES = [("small units", "own/channels_last"), *((each, "transformers/llama_tied") for each in OPTIONS)]
 
 
-def loss_of(model, name, rank, world_size):
-    """Return the mean loss over this rank's part of four samples."""
-    generator = torch.Generator().manual_seed(0)
-    if name == "conv":
-        pixels = torch.randn(4, 3, 8, 8, generator=generator)[rank::world_size]
-        return model(pixels).square().mean()
-    tokens = torch.randint(1, 64, (4, 8), generator=generator)[rank::world_size].contiguous()
-    inputs = {"input_ids": tokens, "labels": tokens}
-    return model(**inputs).loss
+@matrix(["small units-own/channels_last", "ignored-transformers/llama_tied"], **{"options, name": CASES})
+def test_gradients_with_each_option_equal_one_process(options, name):
+    case = zoo_case(name, steps=1, max_norm=0.1)
+    assert_equals_one_process(case, Setting(TorchFSDPPlugin, OPTIONS[options], 4))
 
 
-def samples_of(name, _step, replica):
-    """Return four samples of a replica."""
-    generator = torch.Generator().manual_seed(replica)
-    if name == "conv":
-        return torch.randn(4, 3, 8, 8, generator=generator)
-    tokens = torch.randint(1, 64, (4, 8), generator=generator)
-    return {"input_ids": tokens, "labels": tokens}
+# ---- a checkpoint of the whole model, which backward runs again
 
 
-def assert_parity(name, options, num_ranks):
-    # Attention does not depend on the bias of its keys.
-    case = Case(
-        build=partial(make, name), batch=partial(samples_of, name), steps=1, max_norm=0.1, no_effect=("*.key.bias",)
-    )
-    assert_equals_one_process(case, Setting(TorchFSDPPlugin, options, num_ranks))
+def net():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-@matrix(["conv-small units"], name=MODELS, options=["layers", "small units"])
-def test_gradients_norm_and_step_equal_one_process(name, options):
-    assert_parity(name, OPTIONS[options], 2)
+def checkpointed(run, batch, use_reentrant):
+    return checkpoint(run.model, batch.requires_grad_(), use_reentrant=use_reentrant)
 
 
-@matrix(["ignored"], options=sorted(OPTIONS.keys() - {"layers", "small units"}))
-def test_gradients_with_each_option_equal_one_process(options):
-    assert_parity("tied llama", OPTIONS[options], 4)
+def recomputes(run, use_reentrant):
+    for step in range(3):
+        run.backward(run.mean(step, lambda batch, _: checkpointed(run, batch, use_reentrant).square().mean()))
+        with torch.no_grad():
+            run.loss(step)
+        run.step()
 
 
-# ---- different use on different ranks, and mixed dtypes
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saves_tensors", "runs_backward_inside"])
+def test_a_checkpoint_of_the_whole_model(use_reentrant):
+    case = Case(build=net, batch=noise(4, 8), max_norm=None)
+    loop = partial(recomputes, use_reentrant=use_reentrant)
+    assert_same_loop(loop, case, Setting(TorchFSDPPlugin, {"unit_classes": ("Linear",)}))
 
 
-def frozen_in_double():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+# ---- mixed dtypes, and parameters that torch's FSDP can't shard
+
+
+def frozen_first(dtype):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(dtype)
     model[0].requires_grad_(False)
     return model
+
+
+def rows_of(dtype, number, replica):
+    return noise(2, 4)(number, replica).to(dtype)
 
 
 def all_listed(model):
@@ -115,61 +90,40 @@ def thaws(run):
         run.step()
 
 
-def doubles(number, replica):
-    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * number + replica), dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("dtype", "precision", "tolerance"),
+    [
+        (torch.float64, None, Tolerance(relative=1e-12, reason="sums of fp64 in another order")),
+        (torch.float32, "bf16", tolerance_for(torch.bfloat16)),  # one process computes in fp32
+    ],
+    ids=["fp64", "bf16"],
+)
+def test_gradients_of_a_unit_that_was_frozen_at_boost_keep_their_precision(dtype, precision, tolerance):
+    build, batch = partial(frozen_first, dtype), partial(rows_of, dtype)
+    case = Case(build=build, batch=batch, optimizer=all_listed, tolerance=tolerance)
+    assert_same_loop(thaws, case, Setting(TorchFSDPPlugin, {"unit_min_numel": 1}, precision=precision))
 
 
-def test_gradients_of_a_unit_that_was_frozen_at_boost_keep_their_precision():
-    tolerance = Tolerance(relative=1e-12, reason="sums of fp64 in another order")
-    case = Case(build=frozen_in_double, batch=doubles, optimizer=all_listed, tolerance=tolerance)
-    assert_same_loop(thaws, case, Setting(TorchFSDPPlugin, {"unit_min_numel": 1}))
+class WithEmpty(nn.Module):
+    """A layer, and a parameter without rows that forward uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.rows = nn.Parameter(torch.empty(0, 8))
+
+    def forward(self, x):
+        return torch.cat([self.inner(x), x @ self.rows.t()], dim=1)
 
 
-# ---- evaluation, generation, loading, groups
-
-
-def generated(name, precision):
-    booster = Booster("cpu", precision, TorchFSDPPlugin())
-    model, *_ = booster.boost(make(name))
-    model.eval()
-    prompt = torch.arange(1, 6).view(1, 5)
-    before = model.generate(prompt, max_new_tokens=4, do_sample=False)
-    with torch.no_grad():
-        model(input_ids=prompt, labels=prompt)
-    with torch.inference_mode():
-        after = model.generate(prompt, max_new_tokens=4, do_sample=False)
-    return before.tolist(), after.tolist()
-
-
-def test_generate_uses_the_precision_of_the_run():
-    first, second = run_on_ranks(generated, 2, "tied llama", "bf16")
-    assert first == second
-
-
-@on_ranks(2)
-def test_loading_after_an_evaluation_loads_into_the_shards(tmp_path):
-    folder = str(tmp_path)
-    booster = Booster("cpu", plugin=TorchFSDPPlugin())
-    model, *_ = booster.boost(make("tied llama"))
-    booster.save_model(model, folder, shard=True)
-    before = whole_model(booster, model)
-    other = make("tied llama")
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    other, *_ = booster.boost(other)
-    with torch.no_grad():
-        loss_of(other, "tied llama", 0, 1)
-        booster.load_model(other, folder)
-        loaded, expected = (float(loss_of(m, "tied llama", 0, 1)) for m in (other, model))
-    after = whole_model(booster, other)
-    assert (loaded == expected, [name for name in before if not torch.equal(before[name], after[name])]) == (True, [])
+def test_empty_parameter_equals_one_process():
+    assert_equals_one_process(Case(build=WithEmpty, batch=noise(4, 8)), Setting(TorchFSDPPlugin))
 
 
 class Inplace(nn.Module):
     """Changes the output of a unit in place, a view."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
         self.outer = nn.Linear(4, 4)
@@ -180,31 +134,37 @@ class Inplace(nn.Module):
         return self.outer(x)
 
 
-def ones(_number, _replica):
-    return torch.ones(2, 3, 4)
-
-
 def after_a_change(outputs, _batch):
     outputs *= 1.0
     return outputs.square().mean()
 
 
 def test_in_place_operation_on_the_output_of_a_unit_keeps_its_gradient():
-    case = Case(build=Inplace, batch=ones, loss=after_a_change, steps=1)
+    case = Case(build=Inplace, batch=noise(2, 3, 4), loss=after_a_change, steps=1)
     assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_classes": ["Linear"]}))
 
 
-def rprop(model):
-    return torch.optim.Rprop(model.parameters(), lr=0.01)
+OPTIMIZERS = {
+    "muon": torch.optim.Muon,
+    "adafactor": torch.optim.Adafactor,
+    "adamw": torch.optim.AdamW,
+    "rprop": torch.optim.Rprop,
+}
 
 
-def rows(number, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
+def few_rows():
+    widths = [6, 2, 3, 1, 1, 4, 5]  # one matrix has one element
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths)))
 
 
-def test_optimizer_without_dtensor_support_steps_on_rows():
-    case = Case(build=TinyMLP, batch=rows, optimizer=rprop, max_norm=None)
-    assert_equals_one_process(case, Setting(TorchFSDPPlugin, num_ranks=3))
+def optimizer_named(name, model):
+    return OPTIMIZERS[name](model.parameters(), lr=0.05)
+
+
+@matrix(["adafactor", "rprop"], name=list(OPTIMIZERS))
+def test_matrices_with_fewer_rows_than_ranks_equal_one_process(name, tmp_path):
+    case = Case(build=few_rows, batch=noise(2, 6), optimizer=partial(optimizer_named, name), max_norm=None)
+    assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_min_numel": 4}, 4), checkpoint=tmp_path)
 
 
 @on_ranks(2)
@@ -228,10 +188,8 @@ def test_max_norm_clips_each_step():
 # ---- user errors
 
 
-def boost(options, model_name="mixed bag", optimizer_class=None):
-    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
-    model = TinyMixedBag() if model_name == "mixed bag" else MODELS[model_name]()
-    booster.boost(model, None if optimizer_class is None else optimizer_class(model.parameters()))
+def boost(options):
+    Booster("cpu", plugin=TorchFSDPPlugin(**options)).boost(TinyMixedBag())
 
 
 @pytest.mark.parametrize(
@@ -247,11 +205,6 @@ def boost(options, model_name="mixed bag", optimizer_class=None):
             "`reshard_after_forward=3` does not divide the 2 ranks of a sharded model",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"unit_classes": ["Missing"]},
-            "`unit_classes` names 'Missing', but the model has no module of that class",
-            marks=pytest.mark.slow,
-        ),
         ({"forward_methods": ["encode"]}, "`forward_methods` names 'encode', which TinyMixedBag does not have"),
     ],
 )
@@ -259,12 +212,28 @@ def test_invalid_option_raises_on_every_rank(options, message):
     expect_on_ranks(ConfigError, message, boost, 2, options)
 
 
+@raises_on_ranks(ConfigError, "LBFGS can't be sharded", 2)
 def test_optimizer_over_all_parameters_as_one_vector_raises():
-    expect_on_ranks(ConfigError, "LBFGS can't be sharded", boost, 2, {}, "conv", torch.optim.LBFGS)
-
-
-@raises_on_ranks(ConfigError, "'first.bias' and 'second.weight' are two objects over the same memory", 2)
-def test_two_parameters_that_share_memory_raise():
     model = TinyMLP()
-    model.first.bias = nn.Parameter(model.second.weight.data[0])
-    Booster("cpu", plugin=TorchFSDPPlugin()).boost(model)
+    Booster("cpu", plugin=TorchFSDPPlugin()).boost(model, torch.optim.LBFGS(model.parameters()))
+
+
+def boost_with(change):
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=change == "sparse"), nn.Linear(8, 8))
+    if change == "hook":
+        model[1].weight.register_hook(lambda gradient: 3 * gradient)
+    elif change == "accumulate hook":
+        model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+HOOKS = "Parameter '1.weight' has hooks on its gradient, which FSDP drops"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [("hook", HOOKS), ("accumulate hook", HOOKS), ("sparse", "The gradients of '0' are sparse.*sparse=False")],
+)
+def test_boost_refuses(change, match):
+    expect_on_ranks(ConfigError, match, boost_with, 2, change)

@@ -1,7 +1,5 @@
 """Ranks that run different units raise: without mixing values on CPUs, and in the step at the latest."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,24 +1,25 @@
-from __future__ import annotations
+"""What needs no ranks: which modules are units, which parameters are left out, and options that are refused."""
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from booster_core.errors import ConfigError
-from booster_fsdp import FSDPConfig
+from booster_fsdp import FSDPConfig, TorchFSDPPlugin
 from booster_fsdp.units import choose_units, find_ignored
-from booster_runtime.sharding import parameters_by_unit
 from booster_testing.models import tiny_llama
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.second = nn.Linear(4, 4)
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(10, 4)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
@@ -91,14 +92,6 @@ def test_units(build, options, expected):
     assert units(build(), **options) == expected
 
 
-def test_each_parameter_belongs_to_its_innermost_unit():
-    model = Net()
-    owned = parameters_by_unit(model, ["blocks.0", "blocks.0.first"])
-    assert owned["blocks.0.first"] == list(model.blocks[0].first.parameters())
-    assert owned["blocks.0"] == list(model.blocks[0].second.parameters())
-    assert len(owned[""]) == 6
-
-
 def ignored(model, **options):
     found = find_ignored(model, FSDPConfig(**options))
     return sorted(name for name, parameter in model.named_parameters() if parameter in found)
@@ -129,3 +122,41 @@ def test_ignored_parameters_by_name():
 def test_what_is_no_unit_or_not_there_raises(choose, options, message):
     with pytest.raises(ConfigError, match=message):
         choose(Net(), **options)
+
+
+# ---- options of the plugin
+
+
+def test_options_reach_the_config():
+    plugin = TorchFSDPPlugin(replica_size=2, unit_classes=["Block"], precision="bf16")
+    assert plugin.config.replica_size == 2
+    assert plugin.describe()["unit_classes"] == ("Block",)
+    assert plugin.precision.name == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reshard_after_forward": 1}, "`reshard_after_forward=1` is the size of a group"),
+        ({"replica_size": 0}, "`replica_size=0` must be at least 1"),
+        ({"unit_min_numel": 0}, "`unit_min_numel=0` must be at least 1"),
+        ({"forward_prefetch": -1}, "`forward_prefetch=-1` must be at least 0"),
+        ({"backward_prefetch": -1}, "`backward_prefetch=-1` must be at least 0"),
+        ({"max_norm": -1.0}, "`max_norm=-1.0` must be 0"),
+        ({"partition": "rows"}, "`partition='rows'` is not one of"),
+        ({"unit_classes": ["A"], "unit_min_numel": 1}, "`unit_classes` and `unit_min_numel` all choose the units"),
+        (
+            {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.float16), "precision": "bf16"},
+            r"`mixed_precision` has param_dtype torch.float16, and the precision 'bf16' asks for torch.bfloat16",
+        ),
+    ],
+)
+def test_invalid_option_raises(options, message):
+    with pytest.raises(ConfigError, match=message):
+        TorchFSDPPlugin(**options)
+
+
+@pytest.mark.parametrize("option", ["unit_classes", "ignored_modules", "ignored_parameters", "forward_methods"])
+def test_string_instead_of_names_raises(option):
+    with pytest.raises(TypeError, match=f"`{option}='Block'` is one string"):
+        TorchFSDPPlugin(**{option: "Block"})

@@ -1,20 +1,17 @@
 """Parameters that only some ranks use, under accumulation in bf16: gradients of one unit in several dtypes."""
 
-from __future__ import annotations
-
 import contextlib
+from functools import partial
 
 import torch
-import torch.distributed as dist
+from cases import Case, Setting, noise
+from driven_runs import assert_same_loop
 from matrix import matrix
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from booster_core import Booster
 from booster_fsdp import TorchFSDPPlugin
-from booster_runtime import full_gradient
-from booster_testing import run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.compare import tolerance_for
 
 BF16 = torch.bfloat16
 
@@ -22,7 +19,7 @@ BF16 = torch.bfloat16
 class Forked(nn.Module):
     """A trunk and branches, of which a caller chooses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.trunk, self.left, self.right = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
         self.never = nn.Linear(8, 4)
@@ -30,11 +27,6 @@ class Forked(nn.Module):
     def forward(self, x, branches):
         hidden = self.trunk(x).tanh()
         return sum(layer(hidden) for key, layer in (("l", self.left), ("r", self.right)) if key in branches)
-
-
-def make():
-    torch.manual_seed(3)
-    return Forked()
 
 
 # For each backward, the branches of each of two ranks, and whether it reduces.
@@ -53,38 +45,24 @@ FORMATS = {
 }
 
 
-def data(step, rank):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * step + rank))
+def loss_of(model, branches, x, rank):
+    return model(x, branches[rank]).float().square().mean()
 
 
-def gradients_of(loop, formats):
-    booster = Booster("cpu", plugin=TorchFSDPPlugin(**FORMATS[formats]))
-    net = make()
-    names = [name for name, _ in net.named_parameters()]
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.0))
-    found = []
-    for repeat in range(2):
-        for step, (branches, reduces) in enumerate(LOOPS[loop]):
-            rank = dist.get_rank()
-            with contextlib.nullcontext() if reduces else booster.no_sync(model, optimizer):
-                loss = model(data(2 * repeat + step, rank), branches[rank]).float().square().mean()
-                booster.backward(loss, optimizer)
-        gradients = {name: full_gradient(booster, model, name) for name in names}
-        found.append({name: gradient for name, gradient in gradients.items() if gradient is not None})
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+def accumulates(run, backwards):
+    for step in range(2):
+        for number, (branches, reduces) in enumerate(backwards):
+            with contextlib.nullcontext() if reduces else run.no_sync():
+                run.backward(run.mean(2 * step + number, partial(loss_of, run.model, branches)))
+        assert all(gradient.dtype == torch.float32 for gradient in run.gradients().values())
+        run.step()
+
+
+def unstepped(model):
+    return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 @matrix(1, loop=LOOPS, formats=FORMATS)
 def test_gradients_equal_one_process(loop, formats):
-    by_rank = run_on_ranks(gradients_of, 2, loop, formats)
-    for repeat in range(2):
-        net = make()
-        for step, (branches, _) in enumerate(LOOPS[loop]):
-            for rank in range(2):
-                (net(data(2 * repeat + step, rank), branches[rank]).square().mean() / 2).backward()
-        expected = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-        for found in by_rank:
-            assert all(gradient.dtype == torch.float32 for gradient in found[repeat].values())
-            assert_same_tensors(found[repeat], expected, tolerance_for(BF16))
+    case = Case(build=Forked, batch=noise(4, 6), optimizer=unstepped, tolerance=tolerance_for(BF16))
+    assert_same_loop(partial(accumulates, backwards=LOOPS[loop]), case, Setting(TorchFSDPPlugin, FORMATS[formats]))

@@ -33,8 +33,7 @@ from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_fo
 from booster_testing.training import Trained, whole_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
+    from collections.abc import Callable
 
     from booster_core.plugin import Plugin
 
@@ -43,35 +42,35 @@ _NO_EFFECT = 1e-6
 """Rounding error of a gradient that should be zero, relative to the largest gradient: a few times fp32's 2**-24."""
 
 
-def own_loss(outputs: Any, _batch: Any) -> torch.Tensor:
+def own_loss(outputs, _batch):
     """Return the loss that a model of transformers computes, or the mean square of what another one returns."""
     return outputs.loss if hasattr(outputs, "loss") else outputs.square().mean()
 
 
-def itself(outputs: Any, _batch: Any) -> torch.Tensor:
+def itself(outputs, _batch):
     """Return what a model returns that computes its loss."""
     return outputs
 
 
-def noise(*shape: int) -> Callable[[int, int], torch.Tensor]:
+def noise(*shape):
     """Return a function for batches: random numbers of a shape, the same for each number and replica."""
     return partial(_noise, shape)
 
 
-def _noise(shape: tuple[int, ...], number: int, replica: int) -> torch.Tensor:
+def _noise(shape, number, replica):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model):
     """Return an optimizer that shows each gradient in the parameters."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
 
 
-def decayed(model: nn.Module) -> torch.optim.Optimizer:
+def decayed(model):
     """Return AdamW with groups of two kinds; by its epsilon rounding errors of small gradients stay small."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = ([p for p in trained if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
-    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 2e-3}]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 2e-3}]
     return torch.optim.AdamW(groups, lr=1e-3, eps=1e-2)
 
 
@@ -114,7 +113,7 @@ class Case:
     elements: tuple[float, float] | None = None
     outputs: bool = False
 
-    def make(self) -> tuple[nn.Module, Any]:
+    def make(self):
         """Return the model and its optimizer, or its optimizers."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
@@ -122,7 +121,7 @@ class Case:
         return model, self.optimizer(model)
 
 
-def zoo_case(name: str, *, samples: int = 4, double: bool = False, **changes: Any) -> Case:
+def zoo_case(name, *, samples=4, double=False, **changes):
     """Return a case of a model of the zoo, with four samples a batch; ``double`` trains it in fp64."""
     functions = {
         "build": partial(_zoo_model, name, double),
@@ -132,17 +131,17 @@ def zoo_case(name: str, *, samples: int = 4, double: bool = False, **changes: An
     return Case(**{**functions, "optimizer": decayed, "no_effect": get_model(name).no_effect, **changes})
 
 
-def _zoo_model(name: str, double: bool) -> nn.Module:
+def _zoo_model(name, double):
     model = get_model(name).seeded()
     return model.double() if double else model
 
 
-def _zoo_batch(name: str, samples: int, double: bool, number: int, replica: int) -> dict[str, Any]:
+def _zoo_batch(name, samples, double, number, replica):
     batch = get_model(name).share(number, replica, samples)
     return in_double(batch) if double else batch
 
 
-def _zoo_loss(name: str, outputs: Any, batch: Any) -> torch.Tensor:
+def _zoo_loss(name, outputs, batch):
     return get_model(name).loss(outputs, batch)
 
 
@@ -164,7 +163,7 @@ class Setting:
     precision: str | None = None
     device: str = "cpu"
 
-    def make_booster(self) -> Booster:
+    def make_booster(self):
         """Return a Booster with a new plugin."""
         return Booster(self.device, self.precision, self.plugin(**self.options))
 
@@ -187,7 +186,7 @@ class OnRank:
 
 
 @lru_cache(maxsize=8)
-def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> WithOutputs:
+def train_plainly(case, num_replicas, parts=1):
     """Train in this process on the samples of all replicas, with plain torch.
 
     Args:
@@ -225,13 +224,7 @@ def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> WithOutputs:
     return trained
 
 
-def train_boosted(
-    case: Case,
-    setting: Setting,
-    tell: Callable[[Booster, Any, Any], Any] | None = None,
-    checkpoint: Path | None = None,
-    then: Setting | None = None,
-) -> OnRank:
+def train_boosted(case, setting, tell=None, checkpoint=None, then=None):
     """Train under a plugin on this rank's samples.
 
     Args:
@@ -287,15 +280,7 @@ def train_boosted(
     return OnRank(trained, replica, num_replicas, told)
 
 
-def assert_equals_one_process(
-    case: Case,
-    setting: Setting,
-    *,
-    parts: int = 1,
-    tell: Callable[[Booster, Any, Any], Any] | None = None,
-    checkpoint: Path | None = None,
-    then: Setting | None = None,
-) -> list[Any]:
+def assert_equals_one_process(case, setting, *, parts=1, tell=None, checkpoint=None, then=None):
     """Assert that ranks train as one process does: each step's loss, gradients and norm, and the parameters after them.
 
     Args:
@@ -322,13 +307,13 @@ def assert_equals_one_process(
     return [result.told for result in results]
 
 
-def parameter_paths(model: nn.Module) -> dict[str, str]:
+def parameter_paths(model):
     """Return the path to each parameter by its name, which leaves out peft's wrappers."""
     names = NamedTensors.of(model).name_of
     return {names[id(parameter)]: path for path, parameter in model.named_parameters()}
 
 
-def assert_same_training(actual: Trained, expected: Trained, case: Case) -> None:
+def assert_same_training(actual, expected, case):
     """Assert that two trainings of a case are the same: losses, gradients, norms and parameters."""
     close = {"rel": case.tolerance.relative, "abs": 0.0}
     assert actual.losses == pytest.approx(expected.losses, rel=close["rel"], abs=case.loss_atol), "losses"
@@ -340,14 +325,14 @@ def assert_same_training(actual: Trained, expected: Trained, case: Case) -> None
     _assert_close(ours, theirs, case)
 
 
-def call(model: Any, batch: Any) -> Any:
+def call(model, batch):
     """Return the model's outputs for a batch; entries of a mapping that it does not take are for the loss alone."""
     if isinstance(batch, Mapping):
         return model(**taken_by(unwrap_model(model), batch))
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
-def _assert_same(found: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], case: Case, what: str) -> None:
+def _assert_same(found, plain, case, what):
     assert found.keys() == plain.keys(), what
     kept = [name for name in plain if not _has_no_effect(case, name)]
     scale = max(float(gradient.abs().max()) for gradient in plain.values() if gradient.numel())
@@ -360,7 +345,7 @@ def _assert_same(found: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Te
         raise AssertionError(msg) from None
 
 
-def _assert_close(found: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], case: Case) -> None:
+def _assert_close(found, plain, case):
     if case.elements is None:
         assert_same_tensors(found, plain, case.tolerance)
     else:
@@ -368,37 +353,35 @@ def _assert_close(found: Mapping[str, torch.Tensor], plain: Mapping[str, torch.T
         torch.testing.assert_close(found, plain, rtol=rtol, atol=atol)
 
 
-def _has_no_effect(case: Case, name: str) -> bool:
+def _has_no_effect(case, name):
     return any(fnmatch(name, pattern) for pattern in case.no_effect)
 
 
-def _batches(case: Case, step: int) -> range:
+def _batches(case, step):
     return range(step * case.micro_batches, (step + 1) * case.micro_batches)
 
 
-def _look(gradients: list[Any], sources: Mapping[str, Any], gradient_of: Callable[[Any], torch.Tensor | None]) -> None:
+def _look(gradients, sources, gradient_of):
     """Note the gradients that there are, by name."""
     found = {name: gradient_of(source) for name, source in sources.items()}
     gradients.append({name: gradient.clone() for name, gradient in found.items() if gradient is not None})
 
 
-def _step(optimizer: Any) -> None:
+def _step(optimizer):
     """Step, one optimizer after the other: what one drops is not the others'."""
     for each in optimizer if isinstance(optimizer, list) else [optimizer]:
         each.step()
         each.zero_grad()
 
 
-def _taking_turns(optimizer: Any, number: int) -> Any:
+def _taking_turns(optimizer, number):
     return optimizer[number % len(optimizer)] if isinstance(optimizer, list) else optimizer
 
 
-def _forward(
-    booster: Booster, model: Any, case: Case, batch: Any, noted: list[Any], optimizer: Any = None
-) -> torch.Tensor | None:
+def _forward(booster, model, case, batch, noted, optimizer=None):
     """Run forward of a batch, and backward in a pipeline; return its loss, ``None`` on ranks that do not have it."""
 
-    def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
+    def loss_of(outputs, batch):
         return case.loss(outputs, batch) / case.micro_batches
 
     if _is_pipeline(booster):
@@ -411,9 +394,7 @@ def _forward(
     return loss_of(outputs, batch)
 
 
-def _backward(
-    booster: Booster, model: Any, optimizer: Any, case: Case, number: int, replica: int, noted: list[Any]
-) -> float:
+def _backward(booster, model, optimizer, case, number, replica, noted):
     """Run forward and backward of a batch; return its loss, not a number on ranks that do not have it."""
     loss = _forward(booster, model, case, case.batch(number, replica), noted, optimizer)
     if loss is None:
@@ -423,7 +404,7 @@ def _backward(
     return float(loss.detach()) * case.micro_batches
 
 
-def _evaluate(case: Case, model: nn.Module, replicas: Iterable[int], run: Callable[[Any], object]) -> None:
+def _evaluate(case, model, replicas, run):
     """Run the batch after the last one, if its outputs are compared."""
     if case.outputs:
         model.eval()
@@ -432,24 +413,24 @@ def _evaluate(case: Case, model: nn.Module, replicas: Iterable[int], run: Callab
                 run(case.batch(_batches(case, case.steps)[0], replica))
 
 
-def _is_pipeline(booster: Booster) -> bool:
+def _is_pipeline(booster):
     return getattr(booster.plugin, "pp_size", 1) > 1
 
 
-def _note(case: Case, outputs: Any, noted: list[dict[str, torch.Tensor]]) -> None:
+def _note(case, outputs, noted):
     """Note what a model returned, nothing where a stage does not have it."""
     if case.outputs:
         noted.append({where: tensor.detach().clone() for where, tensor in tensors_of(outputs)})
 
 
-def _mean_over_ranks(losses: list[float]) -> float:
-    found: list[Any] = [None] * dist.get_world_size()
+def _mean_over_ranks(losses):
+    found = [None] * dist.get_world_size()
     dist.all_gather_object(found, sum(losses) / len(losses))
     known = [loss for loss in found if not math.isnan(loss)]
     return sum(known) / len(known)
 
 
-def _parts(batch: Any, count: int) -> list[Any]:
+def _parts(batch, count):
     if count == 1:
         return [batch]
     cut = {name: value.chunk(count) for name, value in batch.items()}

@@ -1,11 +1,9 @@
 """What torch's compiler warns of by itself, which tests that treat warnings as errors leave out."""
 
-from __future__ import annotations
-
 import warnings
 
 
-def ignore_compiler_warnings() -> None:
+def ignore_compiler_warnings():
     """Ignore the warnings of torch's own code, in this process."""
     # When it is first imported, when it looks at a block's inputs, and when it traces a function of autograd.
     warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)

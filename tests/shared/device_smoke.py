@@ -21,9 +21,6 @@ from booster_testing.compare import ADAPTIVE, DTYPES, assert_same_tensors
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
-
-    from booster_core.state import TensorShard
 
 STEPS = 5
 SAMPLES = 8
@@ -47,11 +44,11 @@ class Case:
     world_size: int = 2
 
     @property
-    def has_pipeline(self) -> bool:
+    def has_pipeline(self):
         """Whether the model is cut into pipeline stages."""
         return self.options.get("pp_size", 1) > 1
 
-    def make_booster(self, device: str, precision: str = "fp32", **more: Any) -> Booster:
+    def make_booster(self, device, precision="fp32", **more):
         """Return a new Booster with the plugin, also with more options."""
         return Booster(device, precision, make_plugin(self.plugin, {**self.options, **more}))
 
@@ -81,13 +78,13 @@ CASES = {
 }
 
 
-def make_plugin(name: str, options: Mapping[str, Any]) -> Any:
+def make_plugin(name, options):
     """Return a plugin by its name in `PLUGINS`."""
     module, attribute = PLUGINS[name].split(":")
     return getattr(import_module(module), attribute)(**options)
 
 
-def make_model() -> nn.Module:
+def make_model():
     """Return a small Llama, the same each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -98,7 +95,7 @@ def make_model() -> nn.Module:
         return LlamaForCausalLM(config)
 
 
-def make_deep_model(seed: int) -> nn.Module:
+def make_deep_model(seed):
     """Return a Llama with tied embeddings and a frozen layer, of 3 MiB, none of whose tensors is large."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -114,25 +111,25 @@ def make_deep_model(seed: int) -> nn.Module:
     return model
 
 
-def part_of(whole: Tensor, shard: TensorShard) -> Tensor:
+def part_of(whole, shard):
     """Return what a shard holds of a whole tensor."""
     part = whole[tuple(slice(*bounds) for bounds in shard.box)]
     return part if shard.flat is None else part.flatten()[slice(*shard.flat)]
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(model):
     """Return an optimizer whose epsilon exceeds rounding errors of gradients."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
 
 
-def batch_of(step: int) -> dict[str, Tensor]:
+def batch_of(step):
     """Return the whole batch of a step."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(_VOCABULARY, (SAMPLES, _LENGTH), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
-def train_plainly(device: str) -> tuple[list[float], dict[str, Tensor]]:
+def train_plainly(device):
     """Return the losses and the trained parameters of one process, on its device."""
     model = make_model().to(device)
     optimizer = make_optimizer(model)
@@ -156,7 +153,7 @@ class Run:
         precision: As for ``Booster``.
     """
 
-    def __init__(self, case: Case, device: str, precision: str) -> None:
+    def __init__(self, case, device, precision):
         self.case, self.device = case, device
         example = {"example_batch": batch_of(0)} if case.has_pipeline else {}
         self.booster = case.make_booster(device, precision, **example)
@@ -164,7 +161,7 @@ class Run:
         model = make_model()
         self.model, self.optimizer, *_ = self.booster.boost(model, make_optimizer(model))
 
-    def step(self, number: int) -> float:
+    def step(self, number):
         """Train a step and return the loss of the whole batch, on the ranks that know it."""
         index, size = self.plugin.data_parallel_coordinates(DistCoordinator())
         batch = {name: tensor[index::size] for name, tensor in batch_of(number).items()}
@@ -186,7 +183,7 @@ class Run:
         return float(total[0] / total[1])
 
 
-def train(case: Case, device: str, precision: str, folder: str) -> None:
+def train(case, device, precision, folder):
     """Train, compare with one process, save, load into a new run, and compare its next step.
 
     Collective: every rank.
@@ -208,7 +205,7 @@ def train(case: Case, device: str, precision: str, folder: str) -> None:
     assert other.step(STEPS) == run.step(STEPS), "a loaded run goes on as the one that was saved"
 
 
-def assert_same_parameters(folder: str, expected: Mapping[str, Tensor]) -> None:
+def assert_same_parameters(folder, expected):
     """Compare the parameters that transformers loads from a saved model with those of one process, by name."""
     from transformers import LlamaForCausalLM
 

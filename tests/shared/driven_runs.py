@@ -12,10 +12,7 @@ A loop is a function at the top of a module:
 and `assert_same_loop(accumulates, case, setting)` a whole test. All ranks have samples of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,12 +21,6 @@ from booster_runtime import full_gradient, to_device
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors
 from booster_testing.training import whole_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from cases import Case, Setting
 
 
 class Run:
@@ -47,68 +38,68 @@ class Run:
         steps: For each `step`, tensors by name.
     """
 
-    def __init__(self, case: Case, setting: Setting | None = None, num_ranks: int = 2, *, own: bool = False) -> None:
+    def __init__(self, case, setting=None, num_ranks=2, *, own=False):
         self.case, self._own = case, own or setting is None
         self.net, self.optimizer = case.make()
-        self.model: Any = self.net
+        self.model = self.net
         self._names = [name for name, _ in self.net.named_parameters()]
         self.booster = None if setting is None else setting.make_booster()
-        self.ranks: Sequence[int] = range(num_ranks)
+        self.ranks = range(num_ranks)
         if self.booster is not None:
             self.ranks = [self.booster.context.coordinator.rank]
             self.model, self.optimizer, *_ = self.booster.boost(self.net, self.optimizer)
-        self.steps: list[dict[str, torch.Tensor]] = []
+        self.steps = []
 
-    def batches(self, number: int) -> list[Any]:
+    def batches(self, number):
         """Return the samples of each rank."""
         batches = [self.case.batch(number, rank) for rank in self.ranks]
         return batches if self.booster is None else to_device(self.booster, batches)
 
-    def mean(self, number: int, loss_of: Callable[[Any, int], torch.Tensor]) -> torch.Tensor:
+    def mean(self, number, loss_of):
         """Return the mean over ranks of a function of the samples of a rank and its number."""
         return torch.stack([*map(loss_of, self.batches(number), self.ranks)]).mean()
 
-    def loss(self, number: int, **options: Any) -> torch.Tensor:
+    def loss(self, number, **options):
         """Return the loss of a batch; the model is called with the options, too."""
         return self.mean(number, lambda batch, _: self.case.loss(self.model(batch, **options), batch))
 
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+    def backward(self, loss, **options):
         """Run backward by the Booster if there is one."""
         if self.booster is None:
             loss.backward(**options)
         else:
             self.booster.backward(loss, self.optimizer, **options)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self):
         """Return the context of micro-batches that aren't a step's last."""
         return contextlib.nullcontext() if self.booster is None else self.booster.no_sync(self.model, self.optimizer)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip(self, max_norm):
         """Clip by norm, and return the norm."""
         if self.booster is None:
             return nn.utils.clip_grad_norm_(self.net.parameters(), max_norm)
         return self.optimizer.clip_grad_by_norm(max_norm)
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self):
         """Return copies of the gradients that there are, which ranks complete for that. Collective."""
         if self.booster is None:
             return self._own_gradients()
         return self._copies({name: full_gradient(self.booster, self.model, name) for name in self._names})
 
-    def _own_gradients(self) -> dict[str, torch.Tensor]:
+    def _own_gradients(self):
         return self._copies({name: parameter.grad for name, parameter in self.net.named_parameters()})
 
-    def _copies(self, found: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    def _copies(self, found):
         return {name: gradient.detach().cpu().clone() for name, gradient in found.items() if gradient is not None}
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self):
         """Return copies of the parameters. Collective."""
         if self._own:
             return {name: parameter.detach().cpu().clone() for name, parameter in self.net.named_parameters()}
         whole = whole_model(self.booster, self.model)
         return {name: whole[name].cpu() for name in self._names}
 
-    def step(self, max_norm: float | None = None) -> None:
+    def step(self, max_norm=None):
         """Clip if asked to, step and drop gradients; note gradients, norm and parameters."""
         gradients = self._own_gradients() if self._own else self.gradients()
         noted = {f"gradient of {name}": gradient for name, gradient in gradients.items()}
@@ -119,16 +110,14 @@ class Run:
         self.steps.append({**noted, **self.parameters()})
 
 
-def drive(
-    loop: Callable[[Run], object], case: Case, setting: Setting | None, num_ranks: int, options: dict[str, bool]
-) -> list[dict[str, torch.Tensor]]:
+def drive(loop, case, setting, num_ranks, options):
     """Run a loop, and return the tensors of each step and the parameters after it."""
     run = Run(case, setting, num_ranks, **options)
     loop(run)
     return [*run.steps, run.parameters()]
 
 
-def assert_same_loop(loop: Callable[[Run], object], case: Case, setting: Setting, **options: bool) -> None:
+def assert_same_loop(loop, case, setting, **options):
     """Assert that a loop leads to the same gradients, norms and parameters in one process and on each rank.
 
     Args:
@@ -147,9 +136,7 @@ def assert_same_loop(loop: Callable[[Run], object], case: Case, setting: Setting
                 assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
 
 
-def assert_same_steps(
-    results: Sequence[Sequence[dict[str, torch.Tensor]]], expected: Sequence[dict[str, torch.Tensor]], case: Case
-) -> None:
+def assert_same_steps(results, expected, case):
     """Assert that what each rank noted is what one process noted."""
     for result in results:
         for step, (ours, theirs) in enumerate(zip(result, expected, strict=True)):

@@ -1,7 +1,5 @@
 """The checkpoint engine, called as `Booster` is, with an adapter in place of a boosted model."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

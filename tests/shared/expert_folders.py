@@ -1,7 +1,5 @@
 """Small mixtures of experts of transformers, and conversions of its folders, for tests of what is written and read."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -1,9 +1,6 @@
 """Tiny mixtures of experts of transformers, and their training in one process, for tests of expert parallelism."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 from cases import Case
@@ -13,15 +10,10 @@ from model_zoo.transformers_build import from_config
 from booster_hybrid.policy.find import expert_rules
 from booster_testing.compare import Tolerance
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor, nn
-
 LENGTH, SAMPLES = 8, 2
 MAX_NORM = 0.5
 _TOLERANCE = Tolerance(relative=1e-6, reason="transformers takes softmaxes, norms and losses in fp32 in any format")
-_SIZES: dict[str, Any] = {**language._SIZES, "intermediate_size": 32}
+_SIZES = {**language._SIZES, "intermediate_size": 32}
 _SPARSE = {
     **_SIZES,
     "num_experts": 8,
@@ -40,17 +32,9 @@ _ROUTED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-_LATENT = {
-    **_ROUTED,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+_LATENT = {**language._LATENT, "intermediate_size": 32, "n_routed_experts": 8}
 _BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "mixtral": ("Mixtral", {**_SIZES, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "mixtral_balanced": ("Mixtral", {**_SIZES, "num_local_experts": 8, "num_experts_per_tok": 2, **_BALANCED}),
     "qwen2_moe": ("Qwen2Moe", {**_SPARSE, **_BALANCED}),
@@ -66,7 +50,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str, *, one_sided: bool = False, dtype: torch.dtype = torch.float64, **settings: Any) -> nn.Module:
+def make(name, *, one_sided=False, dtype=torch.float64, **settings):
     """Return a model in training mode, equal in every process.
 
     Args:
@@ -98,19 +82,19 @@ def make(name: str, *, one_sided: bool = False, dtype: torch.dtype = torch.float
     return model
 
 
-def batch_of(step: int, data_rank: int, samples: int = SAMPLES) -> dict[str, Tensor]:
+def batch_of(step, data_rank, samples=SAMPLES):
     """Return a data parallel rank's batch of a step, all different."""
     generator = torch.Generator().manual_seed(1000 * step + data_rank)
     tokens = torch.randint(3, 64, (samples, LENGTH), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(model):
     """Return an optimizer whose epsilon keeps rounding errors of small gradients small."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
 
 
-def expert_case(name: str, *, steps: int = 2, settings: Mapping[str, Any] | None = None, **changes: Any) -> Case:
+def expert_case(name, *, steps=2, settings=None, **changes):
     """Return a training of one of `MODELS`, in fp64 unless its settings say otherwise.
 
     The gradients of a second step show whether the first one changed every parameter as it should.

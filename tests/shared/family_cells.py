@@ -3,13 +3,10 @@
 The comparison is that of `booster_tools.verify`: outputs, losses, each parameter's gradient and its update.
 """
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any
 
 import torch
-from family_models import SAMPLES, batch_of, build, check_tiny, has_experts
+from family_models import NOT_MEASURED, SAMPLES, batch_of, build, check_tiny, has_experts
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from zoo_cells import first_line, quiet
@@ -22,16 +19,7 @@ from booster_testing import RankError, run_on_ranks
 from booster_testing.rank_pool import RankDiedError, RankTimeoutError
 from booster_tools import TrainingFunctions, verify
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from booster_core.plugin import BoostContext, Boosted
-    from booster_tools.verification import Verification
-
-COLUMNS: dict[str, dict[str, Any]] = {
+COLUMNS = {
     "tp": {"tp_size": 2},
     "pp": {"pp_size": 2, "num_microbatches": 2},
     "split_gather": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
@@ -43,8 +31,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
 WORLD_SIZE = 2
 _STEPS = 1
 """Gradients depend on the step before by its update alone, which is compared as well."""
-_TIMEOUT_SECONDS = 180.0
-_GROUP_TIMEOUT_SECONDS = 30.0
+_LIMITS = {"timeout_seconds": 180.0, "group_timeout_seconds": 30.0}
 _DOUBLE = 1e-5
 """Tolerance in fp64, of models whose norms and softmaxes compute in fp32 all the same."""
 _REFUSAL = ConfigError.__name__
@@ -59,51 +46,55 @@ class CellError(Exception):
         line: First line of its message.
     """
 
-    def __init__(self, phase: str, kind: str, line: str) -> None:
+    def __init__(self, phase, kind, line):
         super().__init__(phase, kind, line)
         self.phase, self.kind, self.line = phase, kind, line
 
 
-class _Watched(HybridParallelPlugin):
-    """The plugin, which is given a data loader at `boost`, and notes whether it has come through."""
+def watched(plugin, dataloader=None):
+    """Give a plugin a data loader at `boost`, and return a function that tells the phase: before and after it."""
+    configure, phases = plugin.configure, ["boost"]
 
-    is_boosted = False
-    dataloader: DataLoader[Any] | None = None
-
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
-        """Configure as usual."""
-        boosted = super().configure(objects._replace(dataloader=self.dataloader), context)
-        self.is_boosted = True
+    def noting(objects, context):
+        boosted = configure(objects._replace(dataloader=dataloader), context)
+        phases.append("training")
         return boosted._replace(dataloader=objects.dataloader)
 
+    vars(plugin)["configure"] = noting
+    return lambda: phases[-1]
 
-def measure_plain(name: str) -> Cell:
+
+def measure_plain(name, _column):
     """Train a family's model in one process; the cell says whether that works, and whether it has experts."""
+    if name in NOT_MEASURED:
+        return Cell(state="not measured", findings=[NOT_MEASURED[name]]), ""
     try:
-        (found,) = run_on_ranks(_train_plainly, 1, name, timeout_seconds=_TIMEOUT_SECONDS)
+        (found,) = run_on_ranks(_train_plainly, 1, name, **_LIMITS)
     except (RankError, RankDiedError, RankTimeoutError) as error:
-        return Cell(state="not measured", findings=[_first_errors(error)[0]])
-    return Cell(state="ok", options=found)
+        return Cell(state="not measured", findings=[_first_errors(error)[0]]), str(error)
+    return Cell(state="ok", options=found), ""
 
 
-def measure(name: str, column: str) -> tuple[Cell, str]:
+def measure(name, column):
     """Measure a cell; also return the whole error, if there is one."""
+    return measured(_compare, name, column)
+
+
+def measured(function, *given):
+    """Return the cell of what a function finds to differ, which ranks call, and the whole error if there is one.
+
+    Args:
+        function: Returns what differs, and options of the cell.
+        *given: Its arguments.
+    """
     try:
-        findings, is_double = run_on_ranks(
-            _compare,
-            WORLD_SIZE,
-            name,
-            column,
-            timeout_seconds=_TIMEOUT_SECONDS,
-            group_timeout_seconds=_GROUP_TIMEOUT_SECONDS,
-        )[0]
+        findings, options = run_on_ranks(function, WORLD_SIZE, *given, **_LIMITS)[0]
     except (RankError, RankDiedError, RankTimeoutError) as error:
-        return cell_of_error(error), str(error)
-    options = {"dtype": "fp64"} if is_double else {}
+        return _cell_of_error(error), str(error)
     return Cell(state="wrong" if findings else "exact", options=options, findings=findings[:1]), "\n".join(findings)
 
 
-def cell_of_error(error: RankError) -> Cell:
+def _cell_of_error(error):
     """Return a refusal, at `boost` or later, if every rank raised one error of Booster's; else a crash."""
     found = list(error.exceptions.values())
     first = found[0] if found else None
@@ -113,13 +104,13 @@ def cell_of_error(error: RankError) -> Cell:
     return Cell(state="crash", findings=_first_errors(error))
 
 
-def _first_errors(error: RankError) -> list[str]:
+def _first_errors(error):
     found = [each for each in error.exceptions.values() if each is not None]
     texts = [f"{each.phase}: {each.kind}: {each.line}" for each in found if isinstance(each, CellError)]
     return texts[:1] or [f"{type(error).__name__}: {first_line(error)}"]
 
 
-def _train_plainly(name: str) -> dict[str, Any]:
+def _train_plainly(name):
     """Run forward and backward; return facts about the model."""
     with quiet(), phase("build"):
         check_tiny(name)
@@ -134,9 +125,9 @@ def _train_plainly(name: str) -> dict[str, Any]:
     return {"class": type(model).__name__, "policy": _policy_of(model), "has_experts": has_experts(model)}
 
 
-def _policy_of(model: nn.Module) -> str:
+def _policy_of(model):
     """Return where the model's tensor policy is from: us, transformers' plan, or nowhere."""
-    config: Any = model.config
+    config = model.config
     parts = [config, config.get_text_config()]
     if config.model_type.replace("-", "_") not in FAMILIES and any(
         getattr(each, "base_model_tp_plan", None) for each in parts
@@ -149,20 +140,17 @@ def _policy_of(model: nn.Module) -> str:
     return "ours"
 
 
-def _compare(name: str, column: str) -> tuple[list[str], bool]:
-    """Compare with one process in fp32, and in fp64 if that differs; return what differs, and whether it was fp64."""
+def _compare(name, column):
+    """Compare with one process in fp32, and in fp64 if that differs; return what differs, and the cell's options."""
     with quiet():
-        found = _verified(name, column, torch.float32)
-        if not found.unexplained:
-            return [], False
-        try:
-            exact = _verified(name, column, torch.float64)
-        except CellError:  # a kernel without fp64
-            return [str(each) for each in found.unexplained], False
-        return [str(each) for each in exact.unexplained], True
+        found, options = _verified(name, column, torch.float32), {}
+        if found.unexplained:
+            with contextlib.suppress(CellError):  # a kernel without fp64
+                found, options = _verified(name, column, torch.float64), {"dtype": "fp64"}
+        return [str(each) for each in found.unexplained], options
 
 
-def _verified(name: str, column: str, dtype: torch.dtype) -> Verification:
+def _verified(name, column, dtype):
     is_double = dtype == torch.float64
     batch = pytree.tree_map_only(
         torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, batch_of(name)
@@ -171,25 +159,24 @@ def _verified(name: str, column: str, dtype: torch.dtype) -> Verification:
     if "pp_size" in options:
         options["example_batch"] = batch
 
-    def make() -> tuple[nn.Module, Optimizer]:
+    def make():
         model = build(name).to(dtype)
         if is_double:
             model.config._experts_implementation = "eager"
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return model, torch.optim.AdamW(trained, lr=1e-3, eps=1e-2, weight_decay=0.0)
 
-    plugin = _Watched(**options)
+    plugin, loader = HybridParallelPlugin(**options), None
     if "sp_size" in options:
         rows = [{key: value[row] for key, value in batch.items()} for row in range(SAMPLES)]
-        plugin.dataloader = DataLoader(rows, batch_size=SAMPLES)
-    with phase(lambda: "training" if plugin.is_boosted else "boost"):
-        return verify(
-            TrainingFunctions(make, lambda: batch), plugin, steps=_STEPS, tolerance=_DOUBLE if is_double else None
-        )
+        loader = DataLoader(rows, batch_size=SAMPLES)
+    functions = TrainingFunctions(make, lambda: batch)
+    with phase(watched(plugin, loader)):
+        return verify(functions, plugin, steps=_STEPS, tolerance=_DOUBLE if is_double else None)
 
 
 @contextlib.contextmanager
-def phase(phase: str | Callable[[], str]) -> Any:
+def phase(phase):
     """Name the phase in an error."""
     try:
         yield

@@ -4,17 +4,9 @@
 Composed configurations are shrunk part by part. Where names don't tell enough, `EXCEPTIONS` has the family's settings.
 """
 
-from __future__ import annotations
-
 import warnings
-from typing import TYPE_CHECKING, Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from torch import Tensor, nn
 
 SAMPLES, LENGTH = 4, 16
 _VOCABULARY = 64
@@ -22,11 +14,11 @@ _LARGEST = 3_000_000
 """Parameters of a model that still counts as tiny."""
 
 
-def _each(value: Any, names: str) -> dict[str, Any]:
+def _each(value, names):
     return dict.fromkeys(names.split(), value)
 
 
-SIZES: dict[str, Any] = {
+SIZES = {
     **_each(
         32,
         "hidden_size d_model n_embd emb_dim embedding_size word_embed_proj_dim input_embedding_size d_embed "
@@ -109,7 +101,7 @@ _SHARED_TWICE = {
     "attention_head_dim": 16,
     "num_key_value_heads": 4,
 }
-EXCEPTIONS: dict[str, dict[str, Any]] = {
+EXCEPTIONS = {
     "bailing_hybrid": {"num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 2},  # has two names for each
     "cohere_compass_text": {"layer_types": ["full_attention"] * 2, "rope_parameters": _ROPE},
     "cpmant": {"position_bias_num_buckets": 32, "prompt_types": 32, "segment_types": 32},  # are computed as such
@@ -155,7 +147,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},  # nothing else is supported
 }
 """Settings of families that can't be shrunk by names alone, such as where fields depend on each other."""
-NOT_MEASURED: dict[str, str] = {
+NOT_MEASURED = {
     "gemma3n": "its vision tower is one of timm",
     "gemma4_assistant": "it drafts for another model, whose states it needs",
     "gemma4_unified_assistant": "it drafts for another model, whose states it needs",
@@ -166,14 +158,14 @@ NOT_MEASURED: dict[str, str] = {
 """Families whose model can't be made tiny, or not trained on tokens alone, with the reason."""
 
 
-def families() -> dict[str, str]:
+def families():
     """Return transformers' families with a causal language model: the class of each by its model type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def build(name: str) -> nn.Module:
+def build(name):
     """Return a tiny model of a family with random weights, the same under the same seed.
 
     Args:
@@ -183,12 +175,12 @@ def build(name: str) -> nn.Module:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the model's own configuration
-        model: nn.Module = AutoModelForCausalLM.from_config(tiny_config(name))
+        model = AutoModelForCausalLM.from_config(tiny_config(name))
     fill(model)
     return model.train()
 
 
-def check_tiny(name: str) -> None:
+def check_tiny(name):
     """Raise if a family's model is not tiny, without building it.
 
     Args:
@@ -206,7 +198,7 @@ def check_tiny(name: str) -> None:
         raise ValueError(msg)
 
 
-def tiny_config(name: str, more: Mapping[str, Any] | None = None) -> Any:
+def tiny_config(name, more=None):
     """Return a family's configuration with small sizes.
 
     Args:
@@ -215,7 +207,7 @@ def tiny_config(name: str, more: Mapping[str, Any] | None = None) -> Any:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind: Any = CONFIG_MAPPING[name]
+    kind = CONFIG_MAPPING[name]
     settings = _merged(_merged(settings_of(kind()), EXCEPTIONS.get(name, {})), more or {})
     config = kind(**settings)
     for each in _parts(config):
@@ -223,7 +215,7 @@ def tiny_config(name: str, more: Mapping[str, Any] | None = None) -> Any:
     return config
 
 
-def settings_of(config: Any) -> dict[str, Any]:
+def settings_of(config):
     """Return the settings that make a configuration small.
 
     Args:
@@ -241,7 +233,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     kinds = {each: list(dict.fromkeys(value)) for each, value in lists.items()}
     indices = {each for each, value in kinds.items() if len(value) == layers and value == sorted(value)}
     number = max([2, *(len(value) for each, value in kinds.items() if each not in indices)])
-    settings: dict[str, Any] = {}
+    settings = {}
     for each, value in fields.items():
         if isinstance(value, PreTrainedConfig):
             settings[each] = {**settings_of(value), "model_type": value.model_type}
@@ -259,11 +251,11 @@ def settings_of(config: Any) -> dict[str, Any]:
     return settings
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value):
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def batch_of(name: str) -> dict[str, Tensor]:
+def batch_of(name):
     """Return a whole batch for a family's model.
 
     Args:
@@ -274,12 +266,12 @@ def batch_of(name: str) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def has_experts(model: nn.Module) -> bool:
+def has_experts(model):
     """Return whether a model has a mixture of experts, going by the names of its modules."""
     return any("expert" in name.rpartition(".")[2].lower() for name, _ in model.named_modules())
 
 
-def _merged(settings: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+def _merged(settings, others):
     found = dict(settings)
     for name, value in others.items():
         inner = found.get(name)
@@ -287,7 +279,7 @@ def _merged(settings: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _parts(config: Any) -> Iterable[Any]:
+def _parts(config):
     """Return a configuration and those in it."""
     from transformers import PreTrainedConfig
 
@@ -297,7 +289,7 @@ def _parts(config: Any) -> Iterable[Any]:
             yield from _parts(value)
 
 
-def _prepare(config: Any) -> None:
+def _prepare(config):
     """Make a decoder of what may be one, without dropout, noise and cache."""
     for name, value in list(vars(config).items()):
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
@@ -308,7 +300,7 @@ def _prepare(config: Any) -> None:
             config.use_cache = False
 
 
-def fill(model: nn.Module) -> None:
+def fill(model):
     """Give values to what begins with zeros or ones: they would hide how often it is added or multiplied."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

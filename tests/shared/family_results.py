@@ -1,21 +1,15 @@
-"""The recorded cells of the table of families: a CSV file with every cell, and the page with totals and reasons.
+"""The recorded cells of the table of families: a CSV file with every cell, and the page with totals.
 
 ``python tests/shared/family_results.py RESULTS docs`` writes ``docs/tables/families.csv`` and the page;
 ``python tests/shared/family_results.py docs`` writes the page again.
 """
 
-from __future__ import annotations
-
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from zoo_results import read, read_table, write_table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 COLUMNS = ("tp", "pp", "split_gather", "ulysses", "ring", "ep")
 VISION_COLUMNS = ("ddp", "fsdp", "zero", "gemini", "tp", "pp", "split_gather", "ulysses")
@@ -30,28 +24,7 @@ STATES = {
     "crash": "**crash**",
 }
 """How the page shows the state of a cell."""
-KINDS = {
-    r"Ranks run different units": "where one rank has images and another has none, ranks would run different units "
-    "of FSDP, which is refused in the step",
-    r"There is no sharding policy": "no tensor plan of transformers and no policy of ours",
-    r"does not call its attention through": "a layer without attention that can be split, as a state space model's",
-    r"sharding policy .* changes": "its tensor plan computes something else: found by a check at `boost`",
-    r"The tensor plan of the model says": "its tensor plan has a style that hybrid does not have",
-    r"`sequence_parallelism_mode=.*` changes|needs hidden states of shape": "a layer looks at several positions, or "
-    "counts them, outside of attention",
-    r"computes with its attention mask itself": "a layer computes with its attention mask itself",
-    r"attends from \d+ positions": "attention to positions that are not split, as in a cache of keys",
-    r"makes its attention's": "the model makes its attention's position bias itself",
-    r"can't be cut|has no list of layers": "its layers can't be cut into stages",
-    r"A layer of class .* returns": "a layer returns a list",
-    r"dry run of the model": "its layers can't be traced",
-    r"could not be checked": "a module that the example batch does not reach",
-    r"no modules of experts": "its experts are no modules that can be spread",
-}
-"""Why cells are refused: a pattern of the reason, and how the page words it. Other reasons are shown as they are."""
 _LONGEST = 240
-_RARE = 4
-"""Of how many cells a reason is shown by itself."""
 _HEAD = """# Families: which transformers models can be split, and how
 
 Tiny models with random weights of every family of transformers with a causal language model, split by the hybrid plugin
@@ -73,11 +46,12 @@ Tiny models that read images, each trained on batches with images, of text alone
 rank has images and the other has none, or one microbatch of a pipeline. The language model is split; the tower of the
 images stays whole, unless transformers' plan splits it, too. `boost` is given an `example_batch` with images, as a
 pipeline needs it where any batch has some, and a pipeline whose images are rows of patches a
-[`split_batch`](plugins/hybrid.md). [All cells](tables/vision.csv).
+[`split_batch`](plugins/hybrid.md). **[All cells, with reasons](tables/vision.csv)**: under fsdp, ranks with images and
+without would run different units, which is refused in the step.
 """
 
 
-def table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+def table(recorded):
     """Return a row of text for each family, in the order of their names, from the contents of the files."""
     rows = []
     for each in sorted(recorded, key=lambda each: str(each["name"])):
@@ -91,7 +65,7 @@ def table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
     return rows
 
 
-def vision_table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+def vision_table(recorded):
     """Return a row of text for each vision-language model, in the order of their names."""
     return [
         {"model": each["name"], **{column: _cell(each, column) for column in VISION_COLUMNS if column in each["cells"]}}
@@ -99,25 +73,16 @@ def vision_table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
     ]
 
 
-def vision_part(rows: list[dict[str, str]]) -> str:
+def vision_part(rows):
     """Return the part of the page about vision-language models."""
     lines = [f"| | {' | '.join(VISION_COLUMNS)} |", "|---" * (len(VISION_COLUMNS) + 1) + "|"]
-    reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        texts = {column: row[column].partition(": ") for column in VISION_COLUMNS}
-        lines.append(f"| {row['model']} | {' | '.join(STATES[state] for state, _, _ in texts.values())} |")
-        for column, (state, _, text) in texts.items():
-            if state != "exact":
-                reasons[_kind(text)][column].append(row["model"])
-    listed = [
-        f"- {column}, {'all' if len(models) == len(rows) else ', '.join(models)}: {reason}"
-        for reason, columns in reasons.items()
-        for column, models in columns.items()
-    ]
-    return "\n".join([_VISION, *lines, *([""] if listed else []), *listed, ""])
+        states = (STATES[row[column].partition(":")[0]] for column in VISION_COLUMNS)
+        lines.append(f"| {row['model']} | {' | '.join(states)} |")
+    return "\n".join([_VISION, *lines, ""])
 
 
-def page(rows: list[dict[str, str]]) -> str:
+def page(rows):
     """Return the page of a table: how many cells have which state, and why cells are refused."""
     measured = [row for row in rows if row[PLAIN] == "ok"]
     others = [row for row in rows if row[PLAIN] != "ok"]
@@ -134,7 +99,6 @@ def page(rows: list[dict[str, str]]) -> str:
     ]
     if faults:
         parts += ["## Faults\n", "\n".join(faults) + "\n"]
-    parts += ["## Why a cell is refused\n", _reasons(measured)]
     if others:
         listed = "\n".join(f"- {row['family']}: {row[PLAIN].partition(': ')[2]}" for row in others)
         parts.append(f"Not measured ({len(others)}), because the tiny model could not be trained in one process:\n")
@@ -146,7 +110,7 @@ _POLICIES = {"transformers": "transformers' own plan", "ours": "a policy of ours
 _WITHOUT = "{} families have neither, and are refused unless you [write a policy](sharding-policies.md)."
 
 
-def _totals(rows: list[dict[str, str]]) -> str:
+def _totals(rows):
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for state, shown in STATES.items():
         counts = [sum(row[column].partition(":")[0] == state for row in rows) for column in COLUMNS]
@@ -155,28 +119,7 @@ def _totals(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _reasons(rows: list[dict[str, str]]) -> str:
-    """Return a table of reasons: in how many cells of which columns, and of which families."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in rows:
-        for column in COLUMNS:
-            state, _, text = row[column].partition(": ")
-            if state == "refused":
-                found[_kind(text)][column] += 1
-    lines = ["| reason | cells |", "|---|---|"]
-    rare = [kind for kind, counts in found.items() if counts.total() < _RARE]
-    if len(rare) > 1:
-        found["other reasons"] = sum((found.pop(kind) for kind in rare), Counter())
-    for kind, counts in sorted(found.items(), key=lambda each: (-each[1].total(), each[0])):
-        lines.append(f"| {kind} | {', '.join(f'{counts[each]} {each}' for each in COLUMNS if counts[each])} |")
-    return "\n".join(lines) + "\n"
-
-
-def _kind(text: str) -> str:
-    return next((words for pattern, words in KINDS.items() if re.search(pattern, text)), text)
-
-
-def _cell(family: dict[str, Any], column: str) -> str:
+def _cell(family, column):
     """Return the text of a cell."""
     cell = family["cells"].get(column)
     if cell is not None:
@@ -185,11 +128,11 @@ def _cell(family: dict[str, Any], column: str) -> str:
     return NO_EXPERTS if is_without else ""
 
 
-def _text(cell: dict[str, Any], family: dict[str, Any]) -> str:
+def _text(cell, family):
     return f"{cell['state']}: {_shown(cell['findings'][0], family)}" if cell["findings"] else str(cell["state"])
 
 
-def _shown(text: str, family: dict[str, Any]) -> str:
+def _shown(text, family):
     """Return the first sentence of a finding as plain text, alike for families with the same one."""
     line = " ".join(text.split())
     kind = family["cells"].get(PLAIN, {}).get("options", {}).get("class")
@@ -200,13 +143,13 @@ def _shown(text: str, family: dict[str, Any]) -> str:
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST].rpartition(' ')[0]} ..."
 
 
-def whole_page(tables: Path) -> str:
+def whole_page(tables):
     """Return the page of all tables in a folder."""
     parts = page(read_table(tables / "families.csv")), vision_part(read_table(tables / "vision.csv"))
     return "\n".join(parts)
 
 
-def main() -> None:
+def main():
     """Write the table where results are given, and the page."""
     *results, docs = map(Path, sys.argv[1:])
     path = docs / "tables" / "families.csv"

@@ -4,8 +4,6 @@ The functions of `os`, `open` and file objects are replaced by ones that count a
 C++ code opens by itself, as torch does with some files, is not seen.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """torch's `flex_attention` on CPUs, where torch refuses its backward by a check alone."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import unittest.mock

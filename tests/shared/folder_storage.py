@@ -1,7 +1,5 @@
 """A third party's storage for a URL scheme of its own, which keeps files below a folder."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -18,12 +18,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from free_ports import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 JOB_SECONDS = 300.0
 """Time limit of a script; a busy machine takes minutes for what an idle one does in ten seconds."""
@@ -55,16 +51,10 @@ class Result:
 class ForkedScripts:
     """The process that runs scripts."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process):
         self._process = process
 
-    def run(
-        self,
-        script: Path,
-        arguments: Sequence[Sequence[str]],
-        environments: Sequence[Mapping[str, str]] = (),
-        folder: Path | None = None,
-    ) -> Result:
+    def run(self, script, arguments, environments=(), folder=None):
         """Run a script, once for each list of arguments, all at the same time.
 
         Args:
@@ -76,15 +66,13 @@ class ForkedScripts:
         each = [{**os.environ, **own} for own in environments or [{}] * len(arguments)]
         job = {"script": str(script), "arguments": [list(map(str, own)) for own in arguments], "environments": each}
         job["folder"] = str(folder or Path(script).parent)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return Result(**json.loads(self._process.stdout.readline()))
 
 
 @contextlib.contextmanager
-def forked_scripts() -> Iterator[ForkedScripts]:
+def forked_scripts():
     """Start the process that runs scripts, and end it."""
     process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
@@ -94,7 +82,7 @@ def forked_scripts() -> Iterator[ForkedScripts]:
             process.kill()
 
 
-def torchrun_variables(num_ranks: int) -> list[dict[str, str]]:
+def torchrun_variables(num_ranks):
     """Return the variables that torchrun sets for each rank of a new run on this host."""
     shared = {
         "WORLD_SIZE": num_ranks,
@@ -106,7 +94,7 @@ def torchrun_variables(num_ranks: int) -> list[dict[str, str]]:
     return [{name: str(value) for name, value in own.items()} for own in each]
 
 
-def _main() -> None:
+def _main():
     gc.disable()  # nothing that is imported is garbage
     for name in _IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # the tests of a wheel have only what that needs
@@ -131,7 +119,7 @@ def _main() -> None:
             print(json.dumps({**result, "output": screen.read()}), flush=True)
 
 
-def _become(job: dict[str, Any], number: int, screen: int) -> None:
+def _become(job, number, screen):
     """Set up a fork as a shell sets up a process."""
     os.register_at_fork(after_in_child=gc.unfreeze)  # torch hangs at the end of a fork of a frozen process
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -145,9 +133,9 @@ def _become(job: dict[str, Any], number: int, screen: int) -> None:
     os.environ.update(job["environments"][number])
 
 
-def _wait(children: list[int]) -> tuple[list[int], float]:
+def _wait(children):
     """Return the children's exit codes, and how long one of them waited for a processor; kill those that hang."""
-    codes: dict[int, int] = {}
+    codes = {}
     queued = 0
     deadline = time.monotonic() + JOB_SECONDS
     while len(codes) < len(children):

@@ -1,13 +1,11 @@
 """Ports on which tests serve."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket
 
 
-def free_port() -> int:
+def free_port():
     """Return a port of this host that is free, and that no connection of another program is given meanwhile."""
     for port in random.Random().sample(range(10_000, 32_000), 100):  # below what Linux gives to connections
         with socket.socket() as probe, contextlib.suppress(OSError):

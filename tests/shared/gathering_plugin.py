@@ -1,9 +1,6 @@
 """`GatheringPlugin`: the least that `booster_zero.gathering` needs to train, for tests of that package alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -22,9 +19,6 @@ from booster_zero.engine import (
     engine_of,
 )
 from booster_zero.gathering import check_modules
-
-if TYPE_CHECKING:
-    from torch import nn
 
 REMEDY = "Let every rank run the same modules, or pass `leaf_class`."
 
@@ -45,24 +39,24 @@ class GatheringPlugin(Strategy):
         precision: As for `Booster`.
     """
 
-    name: ClassVar[str] = "gathering"
-    api_version: ClassVar[int] = 2
-    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
+    name = "gathering"
+    api_version = 2
+    capabilities = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,
         *,
-        chunk_bytes: int = 256,
-        max_prefetch: int = 1,
-        max_ahead_bytes: int | None = None,
-        release_fraction: float = 1.0,
-        leaf_class: type[nn.Module] | None = None,
-        memory: type[Memory] = Memory,
-        offload: bool = False,
-        partition: str = "auto",
-        replica_size: int = 1,
-        precision: str | None = None,
-    ) -> None:
+        chunk_bytes=256,
+        max_prefetch=1,
+        max_ahead_bytes=None,
+        release_fraction=1.0,
+        leaf_class=None,
+        memory=Memory,
+        offload=False,
+        partition="auto",
+        replica_size=1,
+        precision=None,
+    ):
         self.config = ShardingOptions(partition=partition, replica_size=replica_size)
         self.precision = None if precision is None else PrecisionPolicy.parse(precision)
         self.chunks = {

@@ -1,22 +1,14 @@
 """What the host waits for in a step: what it reads of a device, and streams and events that it waits for itself."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from device_smoke import Case
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from typing_extensions import Self
 
 CASES = {
     "fsdp": Case("fsdp"),
@@ -42,25 +34,25 @@ class HostWaits(TorchDispatchMode):
         found: What was called, and from where.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device):
         super().__init__()
         self._device = device
-        self.found: list[str] = []
+        self.found = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         sys.setprofile(self._on_call)  # methods of events and streams can't be replaced
         super().__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         sys.setprofile(None)
         super().__exit__(*error)
 
-    def _on_call(self, frame: Any, event: str, function: Any) -> None:
+    def _on_call(self, frame, event, function):
         if event == "c_call" and function.__name__ in ("synchronize", "_accelerator_synchronizeDevice"):
             self.found.append(f"{function.__name__}: {_frames(traceback.extract_stack(frame))}")
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func in READS and args[0].device.type == self._device:
@@ -73,12 +65,12 @@ class HostWaits(TorchDispatchMode):
         return result
 
 
-def _frames(stack: traceback.StackSummary) -> str:
+def _frames(stack):
     return " < ".join(f"{frame.filename}:{frame.lineno}" for frame in stack[:-6:-1])
 
 
 @contextlib.contextmanager
-def cuda_waits_raise() -> Iterator[None]:
+def cuda_waits_raise():
     """Let torch raise where the host waits for a CUDA device, as far as torch can tell."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -101,7 +93,7 @@ OFFLOADED = {
 """Plugins whose state is on the host, and whose forward and backward wait for no copy."""
 
 
-def waits_in_passes(case: Case, device: str, precision: str = "bf16") -> list[str]:
+def waits_in_passes(case, device, precision="bf16"):
     """Return what the host waits for in forward and backward of the fifth and sixth step, of two batches each.
 
     Collective: every rank.
@@ -121,7 +113,7 @@ def waits_in_passes(case: Case, device: str, precision: str = "bf16") -> list[st
     return waits.found
 
 
-def waits_of(case: Case, device: str, precision: str = "fp32") -> tuple[list[str], int]:
+def waits_of(case, device, precision="fp32"):
     """Return what the host waits for in the fifth and sixth step, and how many of three waits are found.
 
     On CUDA the seventh and eighth run where torch raises, unless the others have waited.
@@ -130,14 +122,14 @@ def waits_of(case: Case, device: str, precision: str = "fp32") -> tuple[list[str
     """
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.LayerNorm(32)) for _ in range(4)]
-    model: nn.Module = nn.Sequential(*layers, nn.BatchNorm1d(32), nn.Linear(32, 1))
+    model = nn.Sequential(*layers, nn.BatchNorm1d(32), nn.Linear(32, 1))
     booster = case.make_booster(device, precision)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device == "cuda")
-    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device == "cuda")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
     x = torch.full((4, 32), dist.get_rank() + 1.0, device=device)
 
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
+    def step():
         loss = model(x).float().square().mean()
         booster.backward(loss, optimizer)
         norm = optimizer.clip_grad_by_norm(1.0)

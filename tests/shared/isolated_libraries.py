@@ -6,27 +6,21 @@ if it finds torchvision. torchvision, libraries that need it, and libraries that
 therefore in a separate folder: only processes that call `use_isolated_libraries` can import them.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 FOLDER = Path(sys.prefix) / "isolated_libraries"
 """The folder in the test environment."""
 
 _SHAPED_ON_IMPORT = ("nms", "qnms")
-_kept: list[object] = []
+_kept = []
 """Operator declarations, which last as long as the object that made them."""
 
 
-def use_isolated_libraries() -> None:
+def use_isolated_libraries():
     """Make the libraries in the folder, including torchvision, importable in this process; may be called repeatedly.
 
     Also works with a torchvision in the environment itself.
@@ -51,7 +45,7 @@ def use_isolated_libraries() -> None:
         _kept.append(library)
 
 
-def import_quietly(names: Iterable[str]) -> None:
+def import_quietly(names):
     """Import modules without the warnings of their imports."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -59,13 +53,13 @@ def import_quietly(names: Iterable[str]) -> None:
             importlib.import_module(name)
 
 
-def missing_libraries(names: Iterable[str]) -> list[str]:
+def missing_libraries(names):
     """Return the top-level modules that are neither installed nor in the folder, without importing any."""
     present = {path.name.removesuffix(".py") for path in FOLDER.iterdir()} if FOLDER.exists() else set()
     return [name for name in names if name not in present and importlib.util.find_spec(name) is None]
 
 
-def emulated(**changes: Any) -> Any:
+def emulated(**changes):
     """Return float8 settings with which the CPU computes what a device would; only ranks import torchao."""
     use_isolated_libraries()
     import_quietly(["torchao.float8"])

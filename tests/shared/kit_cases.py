@@ -1,22 +1,14 @@
 """Mark inherited tests of the conformance kit as slow, in classes that need only some of them by default."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 from matrix import case_names, matrix
 
 from booster_testing.conformance import ArithmeticConformance
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-Kit = TypeVar("Kit", bound=type)
-
-
-def by_default(*kept: str) -> Callable[[Kit], Kit]:
+def by_default(*kept):
     """Return a class decorator that marks all inherited tests as slow but some.
 
     Args:
@@ -25,27 +17,19 @@ def by_default(*kept: str) -> Callable[[Kit], Kit]:
     Raises:
         ValueError: If the decorated class has no such test.
     """
-
-    def mark(kit: Kit) -> Kit:
-        return _mark(kit, set(kept))
-
-    return mark
+    return lambda kit: _mark(kit, set(kept))
 
 
-def slow_cases(*slow: str) -> Callable[[Kit], Kit]:
+def slow_cases(*slow):
     """Return a class decorator that marks inherited tests as slow, given as ``name`` or ``name[case]``.
 
     Raises:
         ValueError: If the decorated class has no such test.
     """
-
-    def mark(kit: Kit) -> Kit:
-        return _mark(kit, _names(kit).difference(_spelled_out(kit, slow)))
-
-    return mark
+    return lambda kit: _mark(kit, _names(kit).difference(_spelled_out(kit, slow)))
 
 
-def _mark(kit: Kit, kept: set[str]) -> Kit:
+def _mark(kit, kept):
     kept = _spelled_out(kit, kept)
     for name, cases in _cases(kit).items():
         wanted = [case for case in cases if f"{name}[{case}]" in kept]
@@ -54,11 +38,11 @@ def _mark(kit: Kit, kept: set[str]) -> Kit:
     return kit
 
 
-def _marked(test: Callable[..., None], wanted: list[str]) -> Callable[..., None]:
+def _marked(test, wanted):
     """Return a copy of a test that is slow, or whose cases are, but the wanted ones."""
 
     @functools.wraps(test)
-    def copy(*arguments: Any, **named: Any) -> None:
+    def copy(*arguments, **named):
         test(*arguments, **named)
 
     marks = getattr(test, "pytestmark", [])
@@ -71,7 +55,7 @@ def _marked(test: Callable[..., None], wanted: list[str]) -> Callable[..., None]
     return copy
 
 
-def _cases(kit: type) -> dict[str, list[str]]:
+def _cases(kit):
     """Return the names of the cases of each test; none for a test that has no parameters."""
     found = {}
     for name in dir(kit):
@@ -81,17 +65,17 @@ def _cases(kit: type) -> dict[str, list[str]]:
     return found
 
 
-def _table(mark: pytest.Mark) -> tuple[str, list[Any]]:
+def _table(mark):
     parameters, values = mark.args
     return parameters if isinstance(parameters, str) else ", ".join(parameters), [*values]
 
 
-def _names(kit: type) -> set[str]:
+def _names(kit):
     """Return the names of all tests, with those of cases."""
     return {f"{name}[{case}]" if case else name for name, cases in _cases(kit).items() for case in cases or [""]}
 
 
-def _spelled_out(kit: type, names: set[str] | tuple[str, ...]) -> set[str]:
+def _spelled_out(kit, names):
     """Return the names of tests, or of their cases where they have some."""
     cases = _cases(kit)
     found = {f"{name}[{case}]" if case else name for name in names for case in cases.get(name) or [""]}

@@ -1,20 +1,14 @@
 """Tables of cases that mark their own surplus: what the default run does not take gets `slow`."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
-from typing import TYPE_CHECKING, Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _Case = type(pytest.param())
 
 
-def matrix(default: int | Sequence[str], nightly: int = 0, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
+def matrix(default, nightly=0, /, **axes):
     """Parametrize a test by the product of axes, and mark as slow what the default run does not take.
 
     Cases are named as those of one `pytest.mark.parametrize` for each axis, the first axis nearest to the function.
@@ -50,7 +44,7 @@ def matrix(default: int | Sequence[str], nightly: int = 0, /, **axes: Iterable[A
     return pytest.mark.parametrize([name for names in parameters for name in names], marked)
 
 
-def named(values: Iterable[Any], ids: Callable[[Any], str] | Iterable[str], *, joint: bool = False) -> list[Any]:
+def named(values, ids, *, joint=False):
     """Return the values of an axis with names, which are given as `pytest.mark.parametrize` takes ``ids``.
 
     Args:
@@ -63,12 +57,12 @@ def named(values: Iterable[Any], ids: Callable[[Any], str] | Iterable[str], *, j
     return [pytest.param(*case.values, marks=case.marks, id=name) for case, name in zip(cases, names, strict=True)]
 
 
-def case_names(parameters: str, values: Iterable[Any]) -> list[str]:
+def case_names(parameters, values):
     """Return the names that pytest gives the cases of ``pytest.mark.parametrize(parameters, values)``."""
     return [case.id for case in _named([each.strip() for each in parameters.split(",")], values)]
 
 
-def covering(cases: Sequence[Mapping[Any, Any]], strength: int) -> set[int]:
+def covering(cases, strength):
     """Return the positions of cases that together have all combinations of ``strength`` parameters that any has.
 
     Greedy, and the same for the same cases: each choice adds the most combinations, with values used least so far
@@ -80,10 +74,10 @@ def covering(cases: Sequence[Mapping[Any, Any]], strength: int) -> set[int]:
     """
     combinations = [set(itertools.combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
     missing = set().union(*combinations)
-    used: Counter[tuple[Any, Any]] = Counter()
-    chosen: set[int] = set()
+    used = Counter()
+    chosen = set()
 
-    def gain(position: int) -> tuple[int, int, int]:
+    def gain(position):
         uses = sum(used[item] for item in cases[position].items())
         return len(combinations[position] & missing), -uses, -position
 
@@ -95,13 +89,13 @@ def covering(cases: Sequence[Mapping[Any, Any]], strength: int) -> set[int]:
     return chosen
 
 
-def _case(value: Any, *, joint: bool) -> Any:
+def _case(value, *, joint):
     if isinstance(value, _Case):
         return value
     return pytest.param(*value) if joint else pytest.param(value)
 
 
-def _named(parameters: Sequence[str], values: Iterable[Any]) -> list[Any]:
+def _named(parameters, values):
     """Return the values of an axis with the names that pytest would give them."""
     found = []
     for place, value in enumerate(values):
@@ -111,7 +105,7 @@ def _named(parameters: Sequence[str], values: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts):
     """Return the case that has these values, one of each axis, with their marks and names."""
     marks = [mark for part in parts for mark in part.marks]
     return pytest.param(
@@ -119,7 +113,7 @@ def _joined(parts: Sequence[Any]) -> Any:
     )
 
 
-def _name(value: Any, otherwise: str) -> str:
+def _name(value, otherwise):
     """Return the name that pytest gives a value of a parameter."""
     if isinstance(value, (str, int, float)) or value is None:
         return str(value)
@@ -127,9 +121,9 @@ def _name(value: Any, otherwise: str) -> str:
     return name if isinstance(name, str) else otherwise
 
 
-def _is_slow(case: Any) -> bool:
+def _is_slow(case):
     return any(mark.name == "slow" for mark in case.marks)
 
 
-def _slow(case: Any) -> Any:
+def _slow(case):
     return case if _is_slow(case) else pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow], id=case.id)

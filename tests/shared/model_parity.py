@@ -4,13 +4,10 @@ fp32 is compared with a small tolerance. bf16 in one process is not exact either
 rounded parameters, bounds that of the plugin.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
-from cases import Case, Setting, call, parameter_paths, train_boosted, train_plainly, zoo_case
+from cases import Setting, call, parameter_paths, train_boosted, train_plainly, zoo_case
 from model_zoo import ZOO, get_model
 from model_zoo.registry import in_double
 from model_zoo.transformers_heads import HEADS
@@ -18,13 +15,6 @@ from model_zoo.transformers_heads import HEADS
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
 from booster_testing.compare import tolerance_for
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor, nn
-
-    from booster_core import Booster
 
 MODELS = {**{name: model for name, model in ZOO.items() if name.startswith("transformers/")}, **HEADS}
 _WITHOUT_POLICY = ("albert", "wav2vec2", "hubert")
@@ -35,7 +25,7 @@ _NARROW = 2.5
 """Allowed distance to fp32, relative to that of one process in bf16: sums over ranks round once more."""
 
 
-def parity_case(name: str, **changes: Any) -> Case:
+def parity_case(name, **changes):
     """Return a training of a model of the table."""
     is_double = name in _CANCELLING
     tolerance = tolerance_for(torch.float64 if is_double else torch.float32)
@@ -43,7 +33,7 @@ def parity_case(name: str, **changes: Any) -> Case:
     return zoo_case(name, double=is_double, **{**settings, **changes})
 
 
-def parity_setting(name: str, options: Mapping[str, Any], num_ranks: int, precision: Any = None) -> Setting:
+def parity_setting(name, options, num_ranks, precision=None):
     """Return a setting of the hybrid plugin with an example, since some layers take more than hidden states."""
     example = get_model(name).share(0, 0, 2)
     if name in _CANCELLING and precision is None:
@@ -51,13 +41,7 @@ def parity_setting(name: str, options: Mapping[str, Any], num_ranks: int, precis
     return Setting(HybridParallelPlugin, {**options, "example_batch": example}, num_ranks, precision)
 
 
-def assert_near_fp32(
-    case: Case,
-    setting: Setting,
-    dtype: torch.dtype = torch.bfloat16,
-    scale: float = 1.0,
-    tell: Callable[[Booster, Any, Any], Any] | None = None,
-) -> None:
+def assert_near_fp32(case, setting, dtype=torch.bfloat16, scale=1.0, tell=None):
     """Assert that the first gradients in a narrow dtype are about as close to wide ones as those of one process.
 
     Args:
@@ -89,14 +73,12 @@ def assert_near_fp32(
         assert _distance(found, truth) <= allowed
 
 
-def _distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+def _distance(found, truth):
     squares = [(float((found[key].float() - value).square().sum())) for key, value in truth.items()]
     return float((sum(squares) / sum(float(value.square().sum()) for value in truth.values())) ** 0.5)
 
 
-def assert_parts_of_gradients(
-    model: nn.Module, splits: Mapping[str, Any], whole: nn.Module, name: str = "", relative: float = 2e-6
-) -> None:
+def assert_parts_of_gradients(model, splits, whole, name="", relative=2e-6):
     """Check that a model's gradients in fp64, of which some are parts, are those of the whole model.
 
     Args:

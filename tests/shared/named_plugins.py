@@ -3,13 +3,12 @@
 import torch
 from reference_plugins import ReferencePlugin
 
-from booster_core.plugin import Plugin
 from booster_testing.models import tiny_llama
 
 NAMES = ["single", "ddp", "fsdp", "zero", "gemini", "hybrid", "hybrid-tp", "hybrid-pp"]
 
 
-def plugin_named(name: str) -> Plugin | str | None:
+def plugin_named(name):
     """Return the plugin of a name, for ``Booster(plugin=...)``."""
     if name == "single":
         return None
@@ -22,13 +21,13 @@ def plugin_named(name: str) -> Plugin | str | None:
     return HybridParallelPlugin(tp_size=2) if name == "hybrid-tp" else HybridParallelPlugin(pp_size=2)
 
 
-def make_model() -> torch.nn.Module:
+def make_model():
     """Return the same model on every rank; the script's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return tiny_llama()
 
 
-def samples() -> torch.Tensor:
+def samples():
     """Return 12 samples of 6 tokens."""
     return torch.randint(16, (12, 6), generator=torch.Generator().manual_seed(1))

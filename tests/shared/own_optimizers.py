@@ -1,23 +1,16 @@
 """Optimizers as users and libraries write them, which torch does not have."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class CountsByGroup(torch.optim.Optimizer):
     """Averages gradients, and counts steps for a group, so that a step in parts counts too often."""
 
-    def __init__(self, params: Iterable[Any]) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "steps": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         """Step, and count it."""
         del closure
         for group in self.param_groups:

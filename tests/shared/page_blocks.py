@@ -49,17 +49,17 @@ class Block:
     text: str
     marks: dict[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page}-{self.language}-{self.number}"
 
 
-def blocks_of(page: Path) -> list[Block]:
+def blocks_of(page):
     """Return the code blocks of a page.
 
     Raises:
         ValueError: If a block has no language or no end, or a comment before it is unknown.
     """
-    found: list[Block] = []
+    found = []
     name = str(page.relative_to(ROOT))
     page_text = page.read_text(encoding="utf-8")
     for comments, language, info, text in _BLOCK.findall(page_text):
@@ -82,12 +82,12 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
-def all_blocks(*languages: str) -> list[Block]:
+def all_blocks(*languages):
     """Return the blocks of all pages in some languages."""
     return [block for page in PAGES for block in blocks_of(page) if block.language in languages]
 
 
-def write_files(page: str, folder: Path) -> None:
+def write_files(page, folder):
     """Write the files that a page shows into a folder."""
     for block in blocks_of(ROOT / page):
         if block.title is not None:

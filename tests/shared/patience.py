@@ -1,14 +1,12 @@
 """Time limits that other processes on the machine don't use up, and whether those live."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
 from pathlib import Path
 
 
-def unhindered_seconds() -> float:
+def unhindered_seconds():
     """Return the time on a clock that stands still while threads of this process wait for a processor."""
     waited = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
@@ -17,7 +15,7 @@ def unhindered_seconds() -> float:
     return time.monotonic() - waited * 1e-9
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     """Return whether there is a process of this number."""
     try:
         os.kill(pid, 0)

@@ -1,9 +1,5 @@
 """Every plugin as a setting, by the name that tests have for it, and a step of a model that returns its loss."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import torch
 from cases import Setting
 
@@ -13,11 +9,6 @@ from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime.single import SingleDeviceStrategy
 from booster_zero import LowLevelZeroPlugin
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from booster_core import Booster
 
 RUNS = {
     "single": Setting(SingleDeviceStrategy, num_ranks=1),
@@ -33,28 +24,28 @@ RUNS = {
 }
 
 
-def runs(*names: str) -> dict[str, Setting]:
+def runs(*names):
     """Return the settings of these names."""
     return {name: RUNS[name] for name in names}
 
 
-def boosted(setting: Setting, model: nn.Module, lr: float = 0.1) -> tuple[Booster, Any, Any]:
+def boosted(setting, model, lr=0.1):
     """Return a new Booster, the boosted model and an optimizer over what is trained: SGD."""
     booster = setting.make_booster()
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=lr)
     return booster, *booster.boost(model, optimizer)[:2]
 
 
-def backward(booster: Booster, model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def backward(booster, model, optimizer, batch):
     """Run a batch forward and backward, through stages if there are some; return the loss where it is known."""
     if getattr(booster.plugin, "pp_size", 1) > 1:
         return booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)["loss"]
-    loss: torch.Tensor = model(**batch).loss
+    loss = model(**batch).loss
     booster.backward(loss, optimizer)
     return loss.detach()
 
 
-def step(booster: Booster, model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def step(booster, model, optimizer, batch):
     """Take a step on a batch; return the loss where it is known."""
     loss = backward(booster, model, optimizer, batch)
     optimizer.step()

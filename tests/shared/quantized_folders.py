@@ -1,7 +1,5 @@
 """Small releases in block FP8 and MXFP4, in transformers' layout, with random weights; what transformers reads."""
 
-from __future__ import annotations
-
 import json
 
 import expert_folders

@@ -7,24 +7,15 @@ def test_ranks_sum():
     assert total == 2
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from booster_testing import expect_on_ranks, run_on_ranks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    Test = Callable[..., object]
-    Number = int | str | Callable[..., int]
-
-
-def on_ranks(num_ranks: Number, **limits: float) -> Callable[[Test], Test]:
+def on_ranks(num_ranks, **limits):
     """Call the test on ranks, as `run_on_ranks` does, which has the limits.
 
     Args:
@@ -32,39 +23,36 @@ def on_ranks(num_ranks: Number, **limits: float) -> Callable[[Test], Test]:
         limits: As for `run_on_ranks`.
     """
 
-    def dispatch(test: Test, parameters: dict[str, Any]) -> object:
+    def dispatch(test, parameters):
         return run_on_ranks(test, _number(num_ranks, parameters), *parameters.values(), **limits)
 
     return _dispatched(dispatch)
 
 
-def raises_on_ranks(
-    error: type[BaseException] | tuple[type[BaseException], ...], match: str, num_ranks: Number, **limits: float
-) -> Callable[[Test], Test]:
+def raises_on_ranks(error, match, num_ranks, **limits):
     """Expect an error of the test on every rank, as `expect_on_ranks` does; ``num_ranks`` is as for `on_ranks`."""
 
-    def dispatch(test: Test, parameters: dict[str, Any]) -> object:
+    def dispatch(test, parameters):
         number = _number(num_ranks, parameters)
         return expect_on_ranks(error, match, test, number, *parameters.values(), **limits)
 
     return _dispatched(dispatch)
 
 
-def _number(num_ranks: Number, parameters: dict[str, Any]) -> int:
+def _number(num_ranks, parameters):
     if isinstance(num_ranks, int):
         return num_ranks
     if isinstance(num_ranks, str):
-        found: int = parameters[num_ranks]
-        return found
+        return parameters[num_ranks]
     return num_ranks(*(parameters[name] for name in inspect.signature(num_ranks).parameters))
 
 
-def _dispatched(dispatch: Callable[[Test, dict[str, Any]], object]) -> Callable[[Test], Test]:
-    def decorate(function: Test) -> Test:
+def _dispatched(dispatch):
+    def decorate(function):
         names = list(inspect.signature(function).parameters)
 
         @functools.wraps(function)
-        def test(*values: Any, **parameters: Any) -> None:
+        def test(*values, **parameters):
             if dist.is_initialized():  # on a rank, which found the test under its name
                 function(**dict(zip(names, values, strict=True)))
             else:

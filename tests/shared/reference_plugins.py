@@ -1,19 +1,13 @@
 """Two plugins that are correct and short: data parallelism, and a pipeline whose one stage is the whole model."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
-    BoostContext,
-    Boosted,
     Capability,
     ModelWrapper,
     OptimizerWrapper,
@@ -24,18 +18,6 @@ from booster_core.plugin import (
 )
 from booster_core.state import MASTER, NamedTensors, ReplicatedStateAdapter, TensorShard, full_box
 from booster_runtime.strategy import Strategy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
-    from booster_core.precision import PrecisionPolicy
-    from booster_core.ranks import DistCoordinator
-    from booster_core.state import ParamGroup, StateAdapter, TensorMeta
-    from booster_runtime.lazy import Recording
 
 _NUM_MICROBATCHES = 2
 
@@ -56,40 +38,37 @@ class ReferenceOptimizer(OptimizerWrapper):
         masters: The true values of trained parameters, where they are kept.
     """
 
-    def __init__(self, optim: Optimizer, model: nn.Module, rounded_to: torch.dtype | None, **kwargs: Any) -> None:
+    def __init__(self, optim, model, rounded_to, **kwargs):
         super().__init__(optim, **kwargs)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.rounded_to = rounded_to
-        self.masters: dict[nn.Parameter, Tensor] = {}
+        self.masters = {}
         self.is_accumulating = False
         self.has_local_gradients = False
         own = weakref.ref(self)  # the collector can't follow what autograd holds
 
-        def notice(parameter: Tensor) -> None:
+        def notice(parameter):
             del parameter
             optimizer = own()
             if optimizer is not None:
                 optimizer.has_local_gradients = True
 
         for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(notice)
         if rounded_to is not None:
             self.masters = {parameter: parameter.detach().clone() for parameter in self.parameters}
             self.round_parameters()
 
-    @override
-    def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
+    def backward(self, loss, inputs=None, *, retain_graph=False):
         super().backward(loss, inputs, retain_graph=retain_graph)
         if not self.is_accumulating:
             self.average()
 
-    @override
-    def gradients(self) -> list[Tensor]:
+    def gradients(self):
         self.average()
         return super().gradients()
 
-    @override
-    def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
+    def update_parameters(self, closure=None):
         self.average()
         with torch.no_grad():
             for parameter, master in self.masters.items():
@@ -101,7 +80,7 @@ class ReferenceOptimizer(OptimizerWrapper):
         return result
 
     @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self):
         """Leave the gradients of backward inside this context as they are."""
         before, self.is_accumulating = self.is_accumulating, True
         try:
@@ -109,7 +88,7 @@ class ReferenceOptimizer(OptimizerWrapper):
         finally:
             self.is_accumulating = before
 
-    def average(self) -> None:
+    def average(self):
         """Average gradients that ranks have changed since the last call; what was averaged before stays as it is.
 
         Collective: every rank of the world.
@@ -125,7 +104,7 @@ class ReferenceOptimizer(OptimizerWrapper):
                     parameter.grad = torch.zeros_like(parameter)
                 self.reduce(parameter.grad)
 
-    def reduce(self, gradient: Tensor) -> None:
+    def reduce(self, gradient):
         """Average a gradient over ranks, in place.
 
         Collective: every rank of the world.
@@ -133,7 +112,7 @@ class ReferenceOptimizer(OptimizerWrapper):
         dist.all_reduce(gradient)
         gradient /= dist.get_world_size()
 
-    def round_parameters(self) -> None:
+    def round_parameters(self):
         """Give the parameters their masters' values, rounded."""
         with torch.no_grad():
             for parameter, master in self.masters.items():
@@ -149,7 +128,7 @@ class ReferenceStateAdapter(ReplicatedStateAdapter):
         coordinator: Tells rank and number of ranks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: ReferenceOptimizer | None, coordinator: DistCoordinator) -> None:
+    def __init__(self, model, optimizer, coordinator):
         super().__init__(model, optimizer, coordinator)
         self.model = model
         self.is_owner = coordinator.rank == 0
@@ -157,15 +136,14 @@ class ReferenceStateAdapter(ReplicatedStateAdapter):
         name_of = NamedTensors.of(unwrap_model(model)).name_of
         masters = {} if optimizer is None else optimizer.masters
         self.parameter_of = {name_of[id(parameter)]: parameter for parameter in masters}
-        self._loads_masters_of: set[str] | None = None
+        self._loads_masters_of = None
 
-    @override
-    def optimizer_shards(self) -> Iterator[TensorShard]:
+    def optimizer_shards(self):
         yield from super().optimizer_shards()
         if self._loads_masters_of is None:
             yield from self.master_shards()
 
-    def master_shards(self) -> Iterator[TensorShard]:
+    def master_shards(self):
         """Yield the masters; rank 0 owns all."""
         if self.boosted_optimizer is None:
             return
@@ -182,19 +160,17 @@ class ReferenceStateAdapter(ReplicatedStateAdapter):
                 is_owner=self.is_owner,
             )
 
-    @override
     def prepare_optimizer_load(
         self,
-        tensors: Mapping[str, Mapping[str, TensorMeta]],
-        scalars: Mapping[str, Mapping[str, Any]],
-        groups: Sequence[ParamGroup],
-    ) -> None:
+        tensors,
+        scalars,
+        groups,
+    ):
         # The adapter for runs without masters takes the file's masters as parameters.
         super().prepare_optimizer_load(tensors, scalars, groups)
         self._loads_masters_of = {name for name, states in tensors.items() if MASTER in states}
 
-    @override
-    def finish_load(self, *, model: bool, optimizer: bool) -> None:
+    def finish_load(self, *, model, optimizer):
         super().finish_load(model=model, optimizer=optimizer)
         taken = set(self.parameter_of) if model else (self._loads_masters_of or set())
         self._loads_masters_of = None
@@ -210,9 +186,9 @@ class ReferenceStateAdapter(ReplicatedStateAdapter):
 class ReferencePlugin(Strategy):
     """Train a full replica on every rank; gradients are averaged after backward."""
 
-    name: ClassVar[str] = "reference"
-    api_version: ClassVar[int] = 2
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+    name = "reference"
+    api_version = 2
+    capabilities = frozenset(
         {
             Capability.CPU,
             Capability.LAZY_INIT,
@@ -223,14 +199,14 @@ class ReferencePlugin(Strategy):
             Capability.SYNCHRONOUS,
         }
     )
-    model_class: ClassVar[type[ModelWrapper]] = ModelWrapper
-    optimizer_class: ClassVar[type[ReferenceOptimizer]] = ReferenceOptimizer
-    adapter_class: ClassVar[type[ReferenceStateAdapter]] = ReferenceStateAdapter
+    model_class = ModelWrapper
+    optimizer_class = ReferenceOptimizer
+    adapter_class = ReferenceStateAdapter
 
-    def __init__(self, *, precision: PrecisionPolicy | str | None = None) -> None:
+    def __init__(self, *, precision=None):
         self.precision = precision
 
-    def shard(self, objects: Boosted, context: BoostContext, values: Recording | None) -> Boosted:
+    def shard(self, objects, context, values):
         """Take rank 0's values, and wrap model and optimizer.
 
         Collective: every rank of the world.
@@ -245,7 +221,7 @@ class ReferencePlugin(Strategy):
         wrapper = self.model_class(model, precision=precision)
         return objects._replace(model=wrapper, optimizer=like(objects.optimizer, [optimizer]))
 
-    def make_equal(self, model: nn.Module) -> None:
+    def make_equal(self, model):
         """Broadcast rank 0's parameters and buffers.
 
         Collective: every rank of the world.
@@ -253,25 +229,25 @@ class ReferencePlugin(Strategy):
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, src=0)
 
-    def precision_of_forward(self, policy: PrecisionPolicy) -> PrecisionPolicy:
+    def precision_of_forward(self, policy):
         """Return the precision in which forward computes."""
         return policy
 
-    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
+    def no_sync(self, model):
         """Leave gradients as they are on each rank; the next backward outside, or the step, averages them."""
         optimizer = model.boosted_optimizer
         if isinstance(optimizer, ReferenceOptimizer):
             return optimizer.accumulating()
         return super().no_sync(model)
 
-    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
+    def full_gradient(self, model, name):
         """Return a parameter's gradient, averaged over all ranks."""
         optimizer = model.boosted_optimizer
         if isinstance(optimizer, ReferenceOptimizer):
             optimizer.average()
         return super().full_gradient(model, name)
 
-    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
+    def state_adapter(self, model, context):
         """Return the view of the state that checkpoints are written against."""
         optimizer = model.boosted_optimizer
         assert optimizer is None or isinstance(optimizer, ReferenceOptimizer)
@@ -281,20 +257,11 @@ class ReferencePlugin(Strategy):
 class ReferencePipelinePlugin(ReferencePlugin, PipelinePlugin):
     """Run microbatches through a pipeline whose one stage is the whole model; batches are dicts of tensors."""
 
-    name: ClassVar[str] = "reference pipeline"
-    api_version: ClassVar[int] = 2
-    capabilities: ClassVar[frozenset[Capability]] = ReferencePlugin.capabilities | {Capability.PIPELINE}
+    name = "reference pipeline"
+    api_version = 2
+    capabilities = ReferencePlugin.capabilities | {Capability.PIPELINE}
 
-    def execute_pipeline(
-        self,
-        data_iter: Iterator[Any],
-        model: nn.Module,
-        criterion: Callable[[Any, Any], Tensor],
-        optimizer: Optimizer | None = None,
-        *,
-        return_loss: bool = True,
-        return_outputs: bool = False,
-    ) -> Mapping[str, Any]:
+    def execute_pipeline(self, data_iter, model, criterion, optimizer=None, *, return_loss=True, return_outputs=False):
         """Run forward of all microbatches, then backward, so that an error in between leaves gradients as they were.
 
         Raises:
@@ -325,17 +292,16 @@ class ReferencePipelinePlugin(ReferencePlugin, PipelinePlugin):
             "outputs": self.join(outputs) if return_outputs else None,
         }
 
-    def take(self, data_iter: Iterator[Any]) -> dict[str, Tensor]:
+    def take(self, data_iter):
         """Return the next batch."""
-        batch: dict[str, Tensor] = next(data_iter)
-        return batch
+        return next(data_iter)
 
-    def cut(self, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    def cut(self, batch):
         """Return a batch's microbatches."""
         parts = {name: tensor.tensor_split(_NUM_MICROBATCHES) for name, tensor in batch.items()}
         length = len(next(iter(batch.values())))
         return [{name: part[index] for name, part in parts.items()} for index in range(min(_NUM_MICROBATCHES, length))]
 
-    def join(self, outputs: list[Tensor]) -> Tensor:
+    def join(self, outputs):
         """Return the outputs of the whole batch."""
         return torch.cat(outputs)

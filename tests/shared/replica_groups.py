@@ -11,12 +11,10 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from forked_scripts import torchrun_variables
 from free_ports import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SCRIPT = Path(__file__).with_name("replica_training.py")
 
@@ -30,10 +28,10 @@ class Lighthouse:
     process: subprocess.Popen[bytes] | None = None
 
     @property
-    def address(self) -> str:
+    def address(self):
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self):
         code = "from booster_core.cli import main; main()"
         command = [sys.executable, "-c", code, "lighthouse", "--bind", f"[::]:{self.port}", *self.options]
         self.process = subprocess.Popen(
@@ -45,13 +43,13 @@ class Lighthouse:
         line = self.process.stdout.readline().decode()
         assert line.startswith("TORCHFT_LIGHTHOUSE=http://"), line
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()
 
 
-def _environment(added: dict[str, str]) -> dict[str, str]:
+def _environment(added):
     return {**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": os.environ.get("RUST_LOG", "error"), **added}
 
 
@@ -74,91 +72,81 @@ class Groups:
     lighthouse: Lighthouse
     running: dict[int, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
 
-    def start(self, group: int, **options: Any) -> None:
-        port = free_port()
+    def start(self, group, **options):
         given = json.dumps({**self.options, **options, "log": str(self.folder)})
+        ours = {"REPLICA_GROUP_ID": str(group), "NUM_REPLICA_GROUPS": str(self.num_groups)}
+        ours["TORCHFT_LIGHTHOUSE"] = self.lighthouse.address
         self.running[group] = []
-        for rank in range(self.ranks):
-            added = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self.ranks),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(self.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "REPLICA_GROUP_ID": str(group),
-                "NUM_REPLICA_GROUPS": str(self.num_groups),
-                "TORCHFT_LIGHTHOUSE": self.lighthouse.address,
-            }
+        for rank, variables in enumerate(torchrun_variables(self.ranks)):
             with (self.folder / f"group{group}-rank{rank}.txt").open("ab") as output:
-                command = [sys.executable, str(SCRIPT), given]
-                process = subprocess.Popen(command, env=_environment(added), stdout=output, stderr=subprocess.STDOUT)
+                command, environment = [sys.executable, str(SCRIPT), given], _environment({**variables, **ours})
+                process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
             self.running[group].append(process)
 
-    def start_all(self, **options: Any) -> None:
+    def start_all(self, **options):
         """Start all groups, which take their first step together."""
         for group in range(self.num_groups):
             self.start(group, together=self.num_groups, **options)
 
-    def kill(self, group: int, ranks: list[int] | None = None, sig: int = signal.SIGKILL) -> None:
+    def kill(self, group, ranks=None, sig=signal.SIGKILL):
         for rank, process in enumerate(self.running[group]):
             if ranks is None or rank in ranks:
                 process.send_signal(sig)
 
-    def log(self, group: int, rank: int = 0) -> list[dict[str, Any]]:
+    def log(self, group, rank=0):
         path = self.folder / f"group{group}-rank{rank}.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
 
-    def steps(self, group: int, rank: int = 0) -> list[dict[str, Any]]:
+    def steps(self, group, rank=0):
         return [line for line in self.log(group, rank) if line["event"] == "step"]
 
-    def commits(self, group: int, rank: int = 0) -> dict[int, dict[str, Any]]:
+    def commits(self, group, rank=0):
         return {line["step"]: line for line in self.steps(group, rank) if line["committed"]}
 
-    def trains(self, group: int) -> bool:
+    def trains(self, group):
         """Return whether a group's present process has committed a step."""
         process = self.running[group][0]
         commits = self.commits(group).values()
         return process.poll() is None and any(line["pid"] == process.pid for line in commits)
 
-    def output(self, group: int, rank: int = 0) -> str:
+    def output(self, group, rank=0):
         return (self.folder / f"group{group}-rank{rank}.txt").read_text(errors="replace")
 
-    def wait_for(self, group: int, step: int, seconds: float = 60.0) -> None:
+    def wait_for(self, group, step, seconds=60.0):
         """Wait until a group has committed a step."""
         self.wait_until(lambda: step in self.commits(group), seconds, f"group {group} at step {step}")
 
-    def wait_until(self, is_met: Callable[[], bool], seconds: float, what: str) -> None:
+    def wait_until(self, is_met, seconds, what):
         end = time.time() + seconds
         while not is_met():
             assert time.time() < end, f"not within {seconds} s: {what}\n{self.tails()}"
             time.sleep(0.05)
 
-    def wait_group(self, group: int, seconds: float = 60.0) -> list[int]:
+    def wait_group(self, group, seconds=60.0):
         """Wait until a group has ended, and return its exit codes."""
         self.wait_until(
             lambda: all(process.poll() is not None for process in self.running[group]), seconds, f"the end of {group}"
         )
         return [process.returncode for process in self.running[group]]
 
-    def end_soon(self, more: int = 5) -> None:
+    def end_soon(self, more=5):
         """Let all groups end some steps after the last that any has seen."""
         seen = [line["step"] for group in range(self.num_groups) for line in self.steps(group)]
         whole = self.folder / "end.tmp"
         whole.write_text(str(max(seen) + more))
         whole.rename(self.folder / "end")
 
-    def wait_all(self, seconds: float = 60.0) -> None:
+    def wait_all(self, seconds=60.0):
         for group in self.running:
             assert self.wait_group(group, seconds) == [0] * self.ranks, self.tails()
 
-    def tails(self) -> str:
+    def tails(self):
         return "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.folder.glob("*.txt"))
         )
 
-    def close(self) -> None:
+    def close(self):
         for process in (process for group in self.running.values() for process in group):
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
@@ -167,14 +155,7 @@ class Groups:
 
 
 @contextlib.contextmanager
-def replica_groups(
-    folder: Path,
-    num_groups: int,
-    ranks: int = 1,
-    *,
-    lighthouse: tuple[str, ...] = ("--join-timeout", "15"),
-    **options: Any,
-) -> Iterator[Groups]:
+def replica_groups(folder, num_groups, ranks=1, *, lighthouse=("--join-timeout", "15"), **options):
     """Yield groups that are not started yet, and end all of them afterwards."""
     light = Lighthouse(free_port(), options=lighthouse)
     light.start()

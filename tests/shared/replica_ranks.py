@@ -1,9 +1,6 @@
 """Replica groups for tests that kill nobody: the reused workers of `run_on_ranks`, launched as groups of their own."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Any
 
 import torch
 from free_ports import free_port
@@ -13,16 +10,10 @@ from booster_core import Booster, launch, shutdown
 from booster_core.ranks import DistCoordinator, close_world
 from booster_testing.ranks import run_on_ranks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 BATCH = 4
 
 
-def run_groups(
-    fn: Callable[..., Any], num_groups: int, ranks: int = 1, *args: Any, min_replicas: int | None = None, **kwargs: Any
-) -> list[Any]:
+def run_groups(fn, num_groups, ranks=1, *args, min_replicas=None, **kwargs):
     """Call ``fn(group, *args)`` in replica groups, and return the results, those of the first group first.
 
     Args:
@@ -44,7 +35,7 @@ def run_groups(
         server.shutdown()
 
 
-def _in_group(fn: Callable[..., Any], num_groups: int, ports: list[int], lighthouse: str, args: tuple[Any, ...]) -> Any:
+def _in_group(fn, num_groups, ports, lighthouse, args):
     coordinator = DistCoordinator()
     ranks = coordinator.world_size // num_groups
     replica_id, rank = divmod(coordinator.rank, ranks)
@@ -64,16 +55,16 @@ class Group:
         rank: In the group.
     """
 
-    def __init__(self, replica_id: int, num_groups: int, rank: int, ranks: int, lighthouse: str) -> None:
+    def __init__(self, replica_id, num_groups, rank, ranks, lighthouse):
         self.replica_id, self.num_groups, self.rank, self.ranks = replica_id, num_groups, rank, ranks
         self.place = {"replica_id": replica_id, "num_replicas": num_groups, "lighthouse": lighthouse}
 
     @property
-    def index(self) -> int:
+    def index(self):
         """Of this rank among all of all groups."""
         return self.replica_id * self.ranks + self.rank
 
-    def booster(self, *, precision: str | None = None, **options: Any) -> Booster:
+    def booster(self, *, precision=None, **options):
         """Return a Booster with the plugin of this group."""
         from booster_ft import FaultTolerantPlugin
 
@@ -81,7 +72,7 @@ class Group:
             plugin=FaultTolerantPlugin(**self.place, timeout_seconds=20, **options), mixed_precision=precision
         )
 
-    def meet(self, booster: Booster, folder: Path) -> None:
+    def meet(self, booster, folder):
         """Wait until all groups are known to the lighthouse, so that they take their first step together."""
         booster.plugin.groups.join()
         say(folder, f"met-{self.index}")
@@ -89,12 +80,12 @@ class Group:
             hear(folder, f"met-{other}")
 
 
-def say(folder: Path, what: str) -> None:
+def say(folder, what):
     """Let `hear` return in other groups."""
     (folder / what).touch()
 
 
-def hear(folder: Path, what: str, seconds: float = 60.0) -> None:
+def hear(folder, what, seconds=60.0):
     """Wait until another group has said something."""
     end = time.time() + seconds
     while not (folder / what).exists():
@@ -105,37 +96,37 @@ def hear(folder: Path, what: str, seconds: float = 60.0) -> None:
 class Net(nn.Module):
     """Layers of which one may be left out."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, dtype=torch.float64):
         super().__init__()
         torch.manual_seed(3)
         self.first, self.second = nn.Linear(8, 16, dtype=dtype), nn.Linear(16, 16, dtype=dtype)
         self.norm, self.last = nn.LayerNorm(16, dtype=dtype), nn.Linear(16, 1, dtype=dtype)
         self.skips = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         """Return one number for each sample."""
         x = torch.tanh(self.first(x))
         return self.last(self.norm(x if self.skips else torch.tanh(self.second(x))))
 
 
-def batch_of(number: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def batch_of(number, dtype=torch.float64):
     """Return the samples of a batch that has a number."""
     return torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(dtype)
 
 
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def loss_of(model, x):
     """Return the mean loss of a batch."""
     return (model(x) - x.sum(dim=1, keepdim=True)).pow(2).mean()
 
 
-def state_of(booster: Booster, model: nn.Module) -> dict[str, torch.Tensor]:
+def state_of(booster, model):
     """Return copies of all that this rank holds of model and optimizer."""
     adapter = booster.state_adapter(model)
     shards = [*adapter.model_shards(), *adapter.optimizer_shards()]
     return {f"{shard.key}:{shard.flat}": shard.data.detach().clone() for shard in shards}
 
 
-def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def assert_same_bits(ours, theirs):
     """Assert that two states are equal bit for bit."""
     assert ours.keys() == theirs.keys()
     for key, values in ours.items():

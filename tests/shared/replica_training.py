@@ -3,15 +3,12 @@
 `python replica_training.py '{"save": 3, ...}'`, with the environment of torchrun and of the groups.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +19,7 @@ from booster_core import Booster, launch
 from booster_core.state import as_bytes
 from booster_ft import FaultTolerantPlugin
 
-DEFAULTS: dict[str, Any] = {"plugin": {}, "sleep": 0.1, "save": 0, "together": 0, "width": 16}
+DEFAULTS = {"plugin": {}, "sleep": 0.1, "save": 0, "together": 0, "width": 16}
 
 
 class Rank:
@@ -32,7 +29,7 @@ class Rank:
         options: As given to the script.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options):
         self.options = options
         self.folder = Path(options["log"])
         self.log = self.folder / f"group{os.environ['REPLICA_GROUP_ID']}-rank{os.environ['RANK']}.jsonl"
@@ -49,16 +46,16 @@ class Rank:
         objects = self.booster.boost(model, optimizer, None, loader, StepLR(optimizer, 20, gamma=0.9))
         self.model, self.optimizer, _, self.loader, self.scheduler = objects
 
-    def say(self, **facts: Any) -> None:
+    def say(self, **facts):
         """Write a line into the log."""
         with self.log.open("a") as stream:
             stream.write(json.dumps({"time": time.time(), "pid": os.getpid(), **facts}) + "\n")
 
-    def goes_on(self) -> bool:
+    def goes_on(self):
         """Return whether another step is to be taken."""
         return not self.end.exists() or self.plugin.step < int(self.end.read_text())
 
-    def train(self) -> None:
+    def train(self):
         """Train until the run has committed its steps."""
         for x in self.loader:
             if not self.goes_on():
@@ -82,7 +79,7 @@ class Rank:
                 self.save()
             time.sleep(self.options["sleep"])
 
-    def save(self) -> None:
+    def save(self):
         """Save a checkpoint of this group."""
         self.booster.save_checkpoint(
             self.folder / f"checkpoint-group{self.plugin.config.replica_id}",
@@ -94,7 +91,7 @@ class Rank:
         )
 
 
-def main() -> None:
+def main():
     """Train as the options say."""
     options = {**DEFAULTS, **json.loads(sys.argv[1])}
     launch(verbose=False, timeout_seconds=30)

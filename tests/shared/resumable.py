@@ -1,10 +1,7 @@
 """A tiny training with dropout, momentum, a schedule and shuffled samples, for tests that kill and resume runs."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,12 +12,6 @@ from torch.utils.data import Dataset
 from booster_core import Booster
 from booster_core.ranks import DistCoordinator
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from booster_core.checkpoint_io import LoadedCheckpoint
-    from booster_core.plugin import Plugin
-
 
 class NumberedSamples(Dataset[tuple[int, Tensor]]):
     """Samples that contain their index; shape ``(8,)``.
@@ -29,13 +20,13 @@ class NumberedSamples(Dataset[tuple[int, Tensor]]):
         size: Number of samples.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size = size
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.size
 
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+    def __getitem__(self, index):
         return index, torch.full((8,), index / 10.0)
 
 
@@ -46,21 +37,18 @@ class NoisyModel(nn.Module):
         width: Size of the hidden layer.
     """
 
-    seen: Tensor
-
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width=32):
         super().__init__()
         self.first = nn.Linear(8, width)
         self.drop = nn.Dropout(0.3)
         self.second = nn.Linear(width, 4)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return the output of shape ``(N, 4)``."""
         self.seen += len(x)
         noise = random.random() / 9 + np.random.rand() / 9  # noqa: NPY002 - the global generators are meant
-        out: Tensor = self.second(self.drop(torch.tanh(self.first(x)))) * (1 + noise)
-        return out
+        return self.second(self.drop(torch.tanh(self.first(x)))) * (1 + noise)
 
 
 class ResumableRun:
@@ -79,17 +67,8 @@ class ResumableRun:
     """
 
     def __init__(
-        self,
-        *,
-        samples: int = 48,
-        batch: int = 2,
-        precision: str | None = None,
-        workers: int = 0,
-        drop_last: bool = False,
-        seed: int = 0,
-        width: int = 32,
-        plugin: Plugin | str | None = None,
-    ) -> None:
+        self, *, samples=48, batch=2, precision=None, workers=0, drop_last=False, seed=0, width=32, plugin=None
+    ):
         world = DistCoordinator()
         torch.manual_seed(100 * seed + world.rank)
         random.seed(100 * seed + world.rank)
@@ -111,19 +90,15 @@ class ResumableRun:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
             module = NoisyModel(width)
-        self.model: Any
-        self.optimizer: Any
-        self.scheduler: Any
-        self.loader: Any
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
         self.model, self.optimizer, _, self.loader, self.scheduler = self.booster.boost(
             module, optimizer, None, loader, scheduler
         )
         self.step = 0
-        self.seen: list[int] = []
+        self.seen = []
 
-    def objects(self) -> dict[str, Any]:
+    def objects(self):
         """Return the arguments of `Booster.save_checkpoint` and `Booster.load_checkpoint`."""
         return {
             "model": self.model,
@@ -132,14 +107,14 @@ class ResumableRun:
             "dataloader": self.loader,
         }
 
-    def save(self, root: str | Path, **options: Any) -> None:
+    def save(self, root, **options):
         """Save the training state of the current step.
 
         Collective: every rank of the world.
         """
         self.booster.save_checkpoint(root, step=self.step, **self.objects(), **options)
 
-    def load(self, root: str | Path, **options: Any) -> LoadedCheckpoint:
+    def load(self, root, **options):
         """Load a training state and continue from its step.
 
         Collective: every rank of the world.
@@ -148,12 +123,12 @@ class ResumableRun:
         self.step = loaded.step
         return loaded
 
-    def train(self, until: int) -> list[float]:
+    def train(self, until):
         """Train to a step, over as many epochs as needed, and return the losses; ``seen`` lists the samples.
 
         Collective: every rank of the world.
         """
-        losses: list[float] = []
+        losses = []
         while self.step < until:
             for indices, batch in self.loader:
                 self.seen += indices.tolist()
@@ -168,7 +143,7 @@ class ResumableRun:
                     break
         return losses
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self):
         """Return copies of the model's and the optimizer's tensors as this rank holds them."""
         state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         for index, values in self.optimizer.state_dict()["state"].items():

@@ -203,7 +203,7 @@ def environment(url, attempts=3):
     }
 
 
-def need_server() -> None:
+def need_server():
     """Skip a test, or a file of tests, where moto is not installed; it is imported by the server alone."""
     if importlib.util.find_spec("moto") is None:
         pytest.skip("moto, whose S3 server these tests use, is not installed", allow_module_level=True)

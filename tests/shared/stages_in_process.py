@@ -1,7 +1,5 @@
 """All stages of a pipeline in this process, one after the other: what they compute, without schedules and messages."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 

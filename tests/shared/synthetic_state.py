@@ -4,21 +4,12 @@ A layout assigns parts of a tensor to ranks. `SyntheticAdapter` holds a rank's p
 functions of their names, so that any rank can check what it loaded.
 """
 
-from __future__ import annotations
-
 import zlib
-from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import override
 
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import Box, ParamGroup, StateAdapter, TensorShard, box_numel, box_shape, full_box, slices_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from booster_core.state import JSONValue, TensorMeta
 
 Part = tuple[Box, "tuple[int, int] | None", bool]
 """Box, flat range, and whether this rank owns it."""
@@ -45,21 +36,21 @@ TENSORS = [
 """Tensors of every kind: without dimensions or elements, of many rows, and in formats of each width."""
 
 
-def value_of(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def value_of(key, shape, dtype):
     """Return the values of the tensor with a name."""
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     values = torch.randint(0, 100, shape, generator=generator)
     return (values % 2).bool() if dtype == torch.bool else values.to(torch.float32).to(dtype)
 
 
-def _ranges(numel: int, parts: int, index: int) -> tuple[int, int]:
+def _ranges(numel, parts, index):
     size = -(-numel // parts)
     return min(size * index, numel), min(size * (index + 1), numel)
 
 
 def parts_of(  # noqa: PLR0911 - one case for each layout
-    layout: str, shape: tuple[int, ...], position: int, start: int, rank: int, world_size: int
-) -> list[Part]:
+    layout, shape, position, start, rank, world_size
+):
     """Return a rank's parts of one tensor.
 
     Args:
@@ -112,15 +103,7 @@ class SyntheticAdapter(StateAdapter):
         has_extra: Whether a module has state that is no tensor.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
-        layout: str,
-        *,
-        is_filled: bool = True,
-        states: Sequence[str] = ("exp_avg", "master"),
-        has_extra: bool = True,
-    ) -> None:
+    def __init__(self, tensors, layout, *, is_filled=True, states=("exp_avg", "master"), has_extra=True):
         self._names = [name for name, _, _ in tensors]
         self._states = list(states) if is_filled else []
         ranks = DistCoordinator()
@@ -128,15 +111,13 @@ class SyntheticAdapter(StateAdapter):
         self._tensors = tensors
         self._model = self._make(None, is_filled=is_filled)
         self._optimizer = {state: self._make(state, is_filled=is_filled) for state in self._states}
-        self.scalars: dict[str, dict[str, JSONValue]] = (
-            {name: {"step": 7} for name in self._held()} if is_filled else {}
-        )
-        self.options: dict[str, Any] = {"lr": 0.5 if is_filled else 0.0, "betas": (0.9, 0.99)}
+        self.scalars = {name: {"step": 7} for name in self._held()} if is_filled else {}
+        self.options = {"lr": 0.5 if is_filled else 0.0, "betas": (0.9, 0.99)}
         extra = {"scale": torch.full((3,), 2.0), "names": ["a", "b"], "n": 3} if is_filled else None
-        self.extra: dict[str, object] = {"block._extra_state": extra} if has_extra else {}
-        self.finished: list[tuple[bool, bool]] = []
+        self.extra = {"block._extra_state": extra} if has_extra else {}
+        self.finished = []
 
-    def _make(self, state: str | None, *, is_filled: bool) -> list[TensorShard]:
+    def _make(self, state, *, is_filled):
         layout, rank, world_size = self._layout
         shards, start = [], 0
         for position, (name, shape, dtype) in enumerate(self._tensors):
@@ -161,10 +142,10 @@ class SyntheticAdapter(StateAdapter):
             start += whole.numel()
         return shards
 
-    def _held(self) -> list[str]:
+    def _held(self):
         return list(dict.fromkeys(shard.name for shard in self._model))
 
-    def wrong(self) -> list[str]:
+    def wrong(self):
         """Return the keys of the tensors with a wrong value on this rank."""
         wrong = []
         for shard in (*self._model, *(shard for shards in self._optimizer.values() for shard in shards)):
@@ -175,53 +156,38 @@ class SyntheticAdapter(StateAdapter):
         return wrong
 
     @property
-    @override
-    def keeps_values(self) -> bool:
+    def keeps_values(self):
         return True
 
-    @override
-    def model_shards(self) -> Iterator[TensorShard]:
+    def model_shards(self):
         yield from self._model
 
-    @override
-    def tied_names(self) -> Mapping[str, str]:
+    def tied_names(self):
         return {"tied": self._names[0]}
 
-    @override
-    def extra_state(self) -> Mapping[str, object]:
+    def extra_state(self):
         return self.extra
 
-    @override
-    def load_extra_state(self, values: Mapping[str, object]) -> None:
+    def load_extra_state(self, values):
         self.extra = dict(values)
 
-    @override
-    def optimizer_shards(self) -> Iterator[TensorShard]:
+    def optimizer_shards(self):
         for shards in self._optimizer.values():
             yield from shards
 
-    @override
-    def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
+    def optimizer_scalars(self):
         return self.scalars
 
-    @override
-    def param_groups(self) -> Sequence[ParamGroup]:
+    def param_groups(self):
         held = self._held()
         cut = [name for name in self._names[:2] if name in held], [name for name in self._names[2:] if name in held]
         return [ParamGroup(params=tuple(names), options=self.options) for names in cut]
 
-    @override
-    def prepare_optimizer_load(
-        self,
-        tensors: Mapping[str, Mapping[str, TensorMeta]],
-        scalars: Mapping[str, Mapping[str, JSONValue]],
-        groups: Sequence[ParamGroup],
-    ) -> None:
+    def prepare_optimizer_load(self, tensors, scalars, groups):
         states = dict.fromkeys(state for entry in tensors.values() for state in entry)
         self._optimizer = {state: self._make(state, is_filled=False) for state in states}
         self.scalars = {name: dict(scalars[name]) for name in self._held() if name in scalars}
         self.options = dict(groups[0].options)
 
-    @override
-    def finish_load(self, *, model: bool, optimizer: bool) -> None:
+    def finish_load(self, *, model, optimizer):
         self.finished.append((model, optimizer))

@@ -1,21 +1,13 @@
 """Split sequences of T5, whose layers attend by torch's function since transformers 5.15: before, each rank refuses."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from booster_core.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-
 REFUSED = r"changes what \w+ computes: on a part of a sequence it fails|computes with its attention mask itself"
 
 
-def is_refused(name: str, options: Mapping[str, Any]) -> bool:
+def is_refused(name, options):
     """Return whether a model is a T5 whose layers the options can't split."""
     from transformers import T5PreTrainedModel
 
@@ -23,7 +15,7 @@ def is_refused(name: str, options: Mapping[str, Any]) -> bool:
     return "t5" in name and splits_attention and not getattr(T5PreTrainedModel, "_supports_sdpa", False)
 
 
-def run_or_refused(function: Callable[..., Any], name: str, options: dict[str, Any], *arguments: Any) -> Any:
+def run_or_refused(function, name, options, *arguments):
     """Call ``function(name, options, *arguments)``, on a rank; see that it is refused where T5's layers can't be split.
 
     Args:

@@ -4,13 +4,7 @@ A test puts `ThreadGroup` in the place of a process group, and functions that us
 collectives. Autograd runs backward on the CPU in the thread that calls it, so backward may communicate as well.
 """
 
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _SECONDS = 20.0
 
@@ -24,10 +18,10 @@ class ThreadGroup:
         shared: What the threads share.
     """
 
-    def __init__(self, rank: int, size: int, shared: _Shared) -> None:
+    def __init__(self, rank, size, shared):
         self.rank, self.size, self._shared = rank, size, shared
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value):
         """Return what each rank passed, in rank order.
 
         Collective: every rank.
@@ -40,22 +34,22 @@ class ThreadGroup:
 
 
 class _Shared:
-    def __init__(self, size: int) -> None:
-        self.values: list[Any] = [None] * size
+    def __init__(self, size):
+        self.values = [None] * size
         self.barrier = threading.Barrier(size, timeout=_SECONDS)
 
 
-def on_threads(size: int, function: Callable[[ThreadGroup], Any]) -> list[Any]:
+def on_threads(size, function):
     """Call a function on each of several ranks at a time, and return the results in rank order.
 
     Raises:
         Exception: The first that a rank raised by itself; those of ranks that waited for it are left out.
     """
     shared = _Shared(size)
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
+    results = [None] * size
+    errors = []
 
-    def work(rank: int) -> None:
+    def work(rank):
         try:
             results[rank] = function(ThreadGroup(rank, size, shared))
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread

@@ -6,11 +6,11 @@ Nothing of transformers is imported before a run: only ranks pay for it.
 from pathlib import Path
 
 import torch
-from named_plugins import plugin_named
+from model_zoo import get_model
+from named_plugins import make_model, plugin_named
 
 from booster_core import Booster
 from booster_testing import run_on_ranks
-from booster_testing.models import tiny_llama
 
 GLOBAL_BATCH = 4
 NUM_EVALUATED = 7  # no multiple of the batch, so that ranks repeat a sample
@@ -45,13 +45,6 @@ def metrics_of(prediction):
     places = torch.arange(1, len(prediction.predictions) + 1)[:, None]
     tokens = torch.as_tensor(prediction.predictions)
     return {"count": len(tokens), "tokens": int((tokens * places).sum())}
-
-
-def make_model():
-    """Return the same model on every rank."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return tiny_llama()
 
 
 def forget_ranks():
@@ -148,40 +141,25 @@ def assert_same_parameters(folder, expected):
         assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
 
 
+HEADS = {
+    "causal": "transformers/llama",
+    "sequence": "transformers/bert_classification",
+    "reward": "heads/llama_classification",
+    "token": "transformers/bert_token_classification",
+    "masked": "transformers/bert_masked_lm",
+    "question": "transformers/bert_question_answering",
+    "choice": "transformers/bert_multiple_choice",
+    "bart": "transformers/bart",
+    "t5": "transformers/t5_generation",
+    "ctc": "transformers/wav2vec2_ctc",
+    "image": "transformers/vit_classification",
+}
+"""Models of the zoo, by head."""
+
+
 def heads():
     """Return models by head, with samples for each: how their losses are averaged differs."""
     import transformers as hf
-
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    sizes["num_hidden_layers"] = 1
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    bert, scored = hf.BertConfig(**sizes, **dropout), hf.BertConfig(**sizes, **dropout, num_labels=1)
-    llama = hf.LlamaConfig(**sizes, pad_token_id=0)
-    seq2seq = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0}
-    bart = hf.BartConfig(vocab_size=64, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2, **seq2seq)
-    t5 = hf.T5Config(
-        vocab_size=64,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    images = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
-    vit = hf.ViTConfig(image_size=8, patch_size=4, **images)
-
-    convolutions = {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3)}
-    undropped = [*dropout, "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"]
-    speech = hf.Wav2Vec2Config(
-        **sizes,
-        **convolutions,
-        **dict.fromkeys([*undropped, "final_dropout", "layerdrop", "mask_time_prob"], 0.0),
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-        ctc_loss_reduction="mean",
-    )
 
     class Routed(hf.LlamaForCausalLM):
         """Adds a loss that is no mean over labels, as models of experts add their router's."""
@@ -191,52 +169,22 @@ def heads():
             outputs.loss = outputs.loss + outputs.logits.square().mean()
             return outputs
 
-    texts = samples(16, 1)
-    tokens = [each["input_ids"] for each in texts]
-    classes = [{"input_ids": each, "labels": int(each[0]) % 2} for each in tokens]
-    pairs = [torch.stack([each, each.flip(0)]) for each in tokens]
-    return {
-        "causal": (lambda: hf.LlamaForCausalLM(llama), texts),
-        "routed": (lambda: Routed(llama), texts),
-        "sequence": (lambda: hf.BertForSequenceClassification(bert), classes),
-        "reward": (lambda: hf.LlamaForSequenceClassification(llama), classes),
-        "score": (
-            lambda: hf.BertForSequenceClassification(scored),
-            [{"input_ids": each, "labels": float(each[0]) / 64} for each in tokens],
-        ),
-        "token": (
-            lambda: hf.BertForTokenClassification(bert),
-            [{**each, "labels": torch.where(each["labels"] < 0, -100, each["labels"] % 2)} for each in texts],
-        ),
-        "masked": (lambda: hf.BertForMaskedLM(bert), texts),
-        "question": (
-            lambda: hf.BertForQuestionAnswering(bert),
-            [{"input_ids": e, "start_positions": int(e[0]) % 8, "end_positions": int(e[1]) % 8} for e in tokens],
-        ),
-        "choice": (
-            lambda: hf.BertForMultipleChoice(bert),
-            [{"input_ids": each, "labels": int(each[0, 0]) % 2} for each in pairs],
-        ),
-        "bart": (lambda: hf.BartForConditionalGeneration(bart), texts),
-        "t5": (lambda: hf.T5ForConditionalGeneration(t5), texts),
-        "ctc": (
-            lambda: hf.Wav2Vec2ForCTC(speech),
-            [
-                {
-                    "input_values": torch.randn(120, generator=torch.Generator().manual_seed(n)),
-                    "labels": each["labels"].flip(0),
-                }
-                for n, each in enumerate(texts)
-            ],
-        ),
-        "image": (
-            lambda: hf.ViTForImageClassification(vit),
-            [
-                {"pixel_values": torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(n)), "labels": n % 2}
-                for n in range(16)
-            ],
-        ),
-    }
+    found = {}
+    for head, name in HEADS.items():
+        zoo = get_model(name)
+        batch = zoo.share(1, 0, 16)
+        if batch.get("labels", torch.ones(1)).dim() > 1:
+            for row, labels in enumerate(batch["labels"]):
+                labels[-1 - row % 5 :] = -100
+        found[head] = zoo.seeded, [{key: value[row] for key, value in batch.items()} for row in range(16)]
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    routed = hf.LlamaConfig(vocab_size=64, **sizes, pad_token_id=0)
+    scored = found["sequence"][0]().config
+    scored.num_labels = 1
+    scores = [{**row, "labels": row["input_ids"][0] / 64} for row in found["sequence"][1]]
+    found["routed"] = (lambda: Routed(routed), samples(16, 1))
+    found["score"] = (lambda: hf.BertForSequenceClassification(scored), scores)
+    return found
 
 
 def train_heads(name, folder, num_accumulated=1, **settings):

@@ -4,13 +4,9 @@ Each cell is trained on batches with images, of text alone, and of both: under a
 images then and the other has none; otherwise a part of the samples has, in a pipeline those of one microbatch.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import torch
 from family_cells import COLUMNS as SPLIT
-from family_cells import cell_of_error, phase
+from family_cells import measured, phase, watched
 from vision_models import SAMPLES, build_vision, vision_batch
 from zoo_cells import quiet
 from zoo_results import Cell
@@ -20,21 +16,11 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import RankError, run_on_ranks
-from booster_testing.rank_pool import RankDiedError, RankTimeoutError
 from booster_tools.verification.losses import Losses, loss_of_outputs
 from booster_tools.verification.run import compare_with_one_process
 from booster_zero import LowLevelZeroPlugin
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from booster_core.plugin import Plugin
-
-_DATA_PARALLEL: dict[str, Callable[[], Plugin]] = {
+_DATA_PARALLEL = {
     "ddp": TorchDDPPlugin,
     "fsdp": TorchFSDPPlugin,
     "zero": lambda: LowLevelZeroPlugin(stage=2),
@@ -42,64 +28,48 @@ _DATA_PARALLEL: dict[str, Callable[[], Plugin]] = {
 }
 COLUMNS = (*_DATA_PARALLEL, "tp", "pp", "split_gather", "ulysses")
 _ALL, _NONE = (True,) * SAMPLES, (False,) * SAMPLES
-BATCHES: dict[str, tuple[tuple[bool, ...], tuple[bool, ...]]] = {
+BATCHES = {
     "images": (_ALL, _ALL),
     "text": (_NONE, _NONE),
     "both": (_ALL, _NONE),
 }
 """For each sample of either rank, whether it has an image; ranks that share a batch have half of each."""
-WORLD_SIZE = 2
-_TIMEOUT_SECONDS = 180.0
-_GROUP_TIMEOUT_SECONDS = 30.0
 
 
-def measure_vision(name: str, column: str) -> tuple[Cell, str]:
-    """Measure a cell on each kind of batch; also return the whole errors, if there are any."""
-    found = {kind: _measure(name, column, kind) for kind in BATCHES}
+def measure_vision(name, column, kinds):
+    """Measure a cell on kinds of batches; also return the whole errors, if there are any."""
+    found = {kind: measured(_watched_differences, name, column, kind) for kind in kinds}
     text = "\n".join(text for _, text in found.values())
     state, *others = {cell.state for cell, _ in found.values()} - {"exact"} or {"exact"}
     if others:
         return Cell(state="crash", findings=[text]), text
     reasons = {kind: cell.findings[0] for kind, (cell, _) in found.items() if cell.state == state and cell.findings}
     first = next(iter(reasons.values()), "")
-    shown = first if len(reasons) == len(BATCHES) else f"on batches of {' and '.join(reasons)}: {first}"
+    shown = first if len(reasons) == len(kinds) else f"on batches of {' and '.join(reasons)}: {first}"
     return Cell(state=state, findings=[shown] if reasons else []), text
 
 
-def _measure(name: str, column: str, kind: str) -> tuple[Cell, str]:
-    times = {"timeout_seconds": _TIMEOUT_SECONDS, "group_timeout_seconds": _GROUP_TIMEOUT_SECONDS}
-    try:
-        findings = run_on_ranks(_differences, WORLD_SIZE, name, column, kind, **times)[0]
-    except (RankError, RankDiedError, RankTimeoutError) as error:
-        return cell_of_error(error), str(error)
-    return Cell(state="wrong" if findings else "exact", findings=findings[:1]), "\n".join(findings)
-
-
-def _differences(name: str, column: str, kind: str) -> list[str]:
-    """Return what differs from one process."""
+def _watched_differences(name, column, kind):
+    """Return what differs from one process; an error says in which phase it came."""
     plugin, shares = _plugin(name, column), _shares(name, column, kind)
-    is_boosted, configure = False, plugin.configure
+    with quiet(), phase(watched(plugin)):
+        return differences(name, plugin, shares), {}
 
-    def watched(*args: Any) -> Any:
-        nonlocal is_boosted
-        boosted = configure(*args)
-        is_boosted = True
-        return boosted
 
-    vars(plugin)["configure"] = watched
+def differences(name, plugin, shares):
+    """Return what differs from one process in a step on the batches of data parallel ranks."""
 
-    def make() -> tuple[nn.Module, Optimizer]:
+    def make():
         torch.manual_seed(20)
         model = build_vision(name)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2, weight_decay=0.0)
 
-    with quiet(), phase(lambda: "training" if is_boosted else "boost"):
-        losses = Losses.by_criterion(loss_of_outputs)
-        found = compare_with_one_process(Booster(plugin=plugin), make, losses, shares, 1, what="verify")
+    losses = Losses.by_criterion(loss_of_outputs)
+    found = compare_with_one_process(Booster(plugin=plugin), make, losses, shares, 1, what="verify")
     return [str(each) for each in found if not each.is_explained]
 
 
-def _plugin(name: str, column: str) -> Plugin:
+def _plugin(name, column):
     if column in _DATA_PARALLEL:
         return _DATA_PARALLEL[column]()
     options = dict(SPLIT[column])
@@ -108,7 +78,7 @@ def _plugin(name: str, column: str) -> Plugin:
     return HybridParallelPlugin(**options, example_batch=vision_batch(name, _ALL))
 
 
-def _shares(name: str, column: str, kind: str) -> list[Any]:
+def _shares(name, column, kind):
     """Return the batch of each data parallel rank."""
     first, second = BATCHES[kind]
     if column in _DATA_PARALLEL:
@@ -116,7 +86,7 @@ def _shares(name: str, column: str, kind: str) -> list[Any]:
     return [vision_batch(name, (*first[: SAMPLES // 2], *second[: SAMPLES // 2]))]
 
 
-def _split_batch(batch: dict[str, Any], count: int) -> list[tuple[dict[str, Any], int]]:
+def _split_batch(batch, count):
     """Split a batch as scripts of such models do: what is there for images, by the images of the samples."""
     size = SAMPLES // count
     tokens = batch["input_ids"]

@@ -15,7 +15,7 @@ from family_models import fill, tiny_config
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
 SAMPLES, LENGTH = 4, 22
 _IMAGE_TOKEN, _BEGIN = 60, 62
@@ -25,25 +25,25 @@ _BEFORE = 3
 _PATCH, _SIDE = 4, 16
 
 
-def _plain(number: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _plain(number, generator):
     return {"pixel_values": torch.randn(number, 3, _SIDE, _SIDE, generator=generator)}
 
 
-def _with_sizes(number: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _with_sizes(number, generator):
     return {**_plain(number, generator), "image_sizes": torch.tensor([[_SIDE, _SIDE]] * number)}
 
 
-def _by_sample(number: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _by_sample(number, generator):
     return {"pixel_values": _plain(number, generator)["pixel_values"][:, None]}
 
 
-def _in_tiles(number: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _in_tiles(number, generator):
     side = _SIDE // 2
     pixels = torch.randn(number, 2, 3, side, side, generator=generator)
     return {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]] * number)}
 
 
-def _patches(number: int, generator: torch.Generator, *shape: int) -> dict[str, Tensor]:
+def _patches(number, generator, *shape):
     grid = torch.tensor([[1, _SIDE // _PATCH, _SIDE // _PATCH]] * number)
     patches = number * (_SIDE // _PATCH) ** 2
     return {
@@ -52,7 +52,7 @@ def _patches(number: int, generator: torch.Generator, *shape: int) -> dict[str, 
     }
 
 
-def _square_patches(number: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _square_patches(number, generator):
     return _patches(number, generator, 3, _PATCH, _PATCH)
 
 
@@ -82,7 +82,7 @@ _GLM = {**_ID, "video_token_id": 61, "text_config": _ROPE, "image_start_token_id
 _OMNI = {**_INDEX, **_OF_QWEN, "video_token_index": 61, "audio_token_index": 59, "text_config": _ROPE}
 _SMALL_IMAGES = {"image_grid_pinpoints": [[_SIDE // 2, _SIDE // 2]], "vision_config": {"image_size": _SIDE // 2}}
 _KINDS_OF_GEMMA = "token_type_ids"
-VISION_MODELS: dict[str, VisionModel] = {
+VISION_MODELS = {
     "aya_vision": VisionModel(4, _plain, _INDEX),
     "deepseek_vl": VisionModel(16, _plain, _ID),
     "gemma3": VisionModel(4, _plain, {**_INDEX, **_ID, "mm_tokens_per_image": 4}, _KINDS_OF_GEMMA),
@@ -107,7 +107,7 @@ VISION_MODELS: dict[str, VisionModel] = {
 """The models, by their model types."""
 
 
-def build_vision(name: str) -> nn.Module:
+def build_vision(name):
     """Return a tiny model with random weights, the same under the same seed.
 
     Args:
@@ -117,12 +117,12 @@ def build_vision(name: str) -> nn.Module:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the model's own configuration
-        model: nn.Module = AutoModelForImageTextToText.from_config(tiny_config(name, VISION_MODELS[name].settings))
+        model = AutoModelForImageTextToText.from_config(tiny_config(name, VISION_MODELS[name].settings))
     fill(model)
     return model.train()
 
 
-def vision_batch(name: str, with_images: tuple[bool, ...], length: int = LENGTH) -> dict[str, Tensor]:
+def vision_batch(name, with_images, length=LENGTH):
     """Return a batch.
 
     Args:

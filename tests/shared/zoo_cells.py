@@ -17,13 +17,13 @@ import re
 import warnings
 from fnmatch import fnmatch
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from cases import Case, Setting, call, train_boosted, train_plainly, zoo_case
+from cases import Setting, call, train_boosted, train_plainly, zoo_case
 from model_zoo import MATRIX, get_model
-from torch import Tensor, nn
+from torch import Tensor
 from zoo_results import Cell
 
 from booster_core.errors import ConfigError
@@ -33,13 +33,7 @@ from booster_testing.compare import largest_difference, tolerance_for
 from booster_testing.rank_pool import RankDiedError, RankTimeoutError
 from booster_testing.training import Trained, whole_model
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from booster_core import Booster
-
-PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
+PLUGINS = {
     "ddp": ("booster_ddp.TorchDDPPlugin", {}),
     "fsdp": ("booster_fsdp.TorchFSDPPlugin", {}),
     "zero": ("booster_zero.LowLevelZeroPlugin", {"stage": 2, "bucket_bytes": 2**16}),
@@ -61,10 +55,10 @@ _ROUNDINGS = 4.0
 """Allowed error relative to that of one process: two ranks round as often, but in another order."""
 
 
-def measure(name: str, plugin: str, folder: Path) -> Cell:
+def measure(name, plugin, folder):
     """Measure a cell, with checkpoints in a folder."""
     options = PLUGINS[plugin][1]
-    findings: list[str] = []
+    findings = []
     first, second = str(folder / "first"), str(folder / "second")
     try:
         if plugin == "hybrid" and not _on_ranks(1, _has_policy, name):
@@ -88,11 +82,11 @@ def measure(name: str, plugin: str, folder: Path) -> Cell:
     return Cell(state="fault" if findings else "ok", options=options, findings=findings)
 
 
-def _on_ranks(world_size: int, function: Any, *given: Any) -> Any:
+def _on_ranks(world_size, function, *given):
     return run_on_ranks(function, world_size, *given, **_LIMITS)[0]
 
 
-def _cell_of_error(error: Exception, refusal: str | None, options: dict[str, Any], findings: list[str]) -> Cell:
+def _cell_of_error(error, refusal, options, findings):
     """Return a refusal if every rank raised the error of which the zoo has a pattern, and nothing was found before."""
     raised = [each for each in getattr(error, "exceptions", {}).values() if each is not None]
     texts = sorted({text_of(each) for each in raised}) or [text_of(error)]
@@ -101,19 +95,19 @@ def _cell_of_error(error: Exception, refusal: str | None, options: dict[str, Any
     return Cell(state=state, options=options, findings=[*findings, *texts])
 
 
-def text_of(error: BaseException) -> str:
+def text_of(error):
     """Return the class and the first line of an error; those of the first of several."""
     inner = [each for each in getattr(error, "exceptions", {}).values() if each is not None]
     return text_of(inner[0]) if inner else f"{type(error).__name__}: {first_line(error)}"
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error):
     """Return the first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet():
     """Ignore the warnings of libraries about their own models."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -123,7 +117,7 @@ def quiet() -> Iterator[None]:
 # ---- on ranks
 
 
-def _has_policy(name: str) -> bool:
+def _has_policy(name):
     from booster_hybrid.policy.find import policy_for
 
     with quiet():
@@ -135,12 +129,12 @@ def _has_policy(name: str) -> bool:
     return True
 
 
-def _case(name: str, steps: int, *, double: bool = False) -> Case:
+def _case(name, steps, *, double=False):
     is_double = double or get_model(name).double
     return zoo_case(name, double=is_double, optimizer=partial(_optimizer, name), steps=steps, max_norm=None)
 
 
-def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(name, model):
     """Return AdamW with an epsilon above most gradients, so that rounding errors of tiny ones stay tiny.
 
     This tests the plugin, not the conditioning of Adam. It is SGD for sparse gradients, which AdamW refuses.
@@ -151,7 +145,7 @@ def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=1e-3, eps=1e-2, weight_decay=0.0)
 
 
-def _setting(name: str, plugin: str | None, options: Mapping[str, Any]) -> Setting:
+def _setting(name, plugin, options):
     if plugin is None:
         return Setting(lambda: None)
     home, _, kind = PLUGINS[plugin][0].rpartition(".")
@@ -160,11 +154,11 @@ def _setting(name: str, plugin: str | None, options: Mapping[str, Any]) -> Setti
     return Setting(getattr(importlib.import_module(home), kind), {**options, **example})
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def _trained(model):
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _filled(gradients: Mapping[str, Tensor | None], model: nn.Module) -> dict[str, Tensor]:
+def _filled(gradients, model):
     """Return dense gradients of the parameters that are trained: a plugin may return zeros where there is none."""
     found = {}
     for name, parameter in _trained(model).items():
@@ -174,13 +168,11 @@ def _filled(gradients: Mapping[str, Tensor | None], model: nn.Module) -> dict[st
     return found
 
 
-def _train(
-    name: str, plugin: str, options: dict[str, Any], folder: str
-) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], int, dict[str, Any]]:
+def _train(name, plugin, options, folder):
     """Train under the plugin and save; return gradients, parameters, the number of replicas, and what was saved."""
     case = _case(name, STEPS)
 
-    def save(booster: Booster, model: Any, optimizer: Any) -> dict[str, Any]:
+    def save(booster, model, optimizer):
         _save(booster, model, optimizer, folder)
         return saved_state(booster, model)
 
@@ -192,22 +184,20 @@ def _train(
     return gradients, {each: found.trained.parameters[each] for each in _trained(net)}, found.num_replicas, found.told
 
 
-def _agree(gradients: list[dict[str, Tensor]]) -> None:
+def _agree(gradients):
     """Raise if ranks have different gradients."""
     sums = [complex(value.to(torch.complex128).sum()) for step in gradients for value in step.values()]
-    everyones: list[Any] = [None] * dist.get_world_size()
+    everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, sums)
     assert everyones == [sums] * len(everyones), "ranks disagree on gradients"
 
 
-def _save(booster: Booster, model: Any, optimizer: Any, folder: str) -> None:
+def _save(booster, model, optimizer, folder):
     booster.save_model(model, f"{folder}/model", shard=True)
     booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=True)
 
 
-def _go_on(
-    name: str, replicas: int, plugin: str | None, options: dict[str, Any], source: str, target: str | None
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+def _go_on(name, replicas, plugin, options, source, target):
     """Load a checkpoint in new objects, save it again, and step; a model under a plugin is built lazily.
 
     Returns:
@@ -237,17 +227,17 @@ def _go_on(
     return start, loaded, gradients, {each: parameters[each] for each in names}
 
 
-def saved_state(booster: Booster, model: Any) -> dict[str, Any]:
+def saved_state(booster, model):
     """Return what a checkpoint holds: whole parameters and buffers, and the modules' extra states."""
     return {**whole_model(booster, model), **booster.state_adapter(model).extra_state()}
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
+def _buffers(model):
     """Return the buffers, also those that are not saved."""
     return {f"buffer {name}": value.detach().clone() for name, value in model.named_buffers()}
 
 
-def _train_alone(name: str, replicas: int) -> Plain:
+def _train_alone(name, replicas):
     """Train with plain torch on the samples of all replicas, also in fp64 where that works."""
     with quiet():
         net, _ = _case(name, 0).make()
@@ -261,7 +251,7 @@ def _train_alone(name: str, replicas: int) -> Plain:
     return Plain(name, start, trained, exact)
 
 
-def _trainings(name: str, replicas: int, *, double: bool = False) -> tuple[Trained, Trained]:
+def _trainings(name, replicas, *, double=False):
     """Return the training up to the checkpoint, and that of one more step."""
     found = []
     for steps in (STEPS, STEPS + 1):
@@ -275,8 +265,8 @@ def _trainings(name: str, replicas: int, *, double: bool = False) -> tuple[Train
 
 
 @lru_cache(maxsize=2)
-def _plain(name: str, replicas: int) -> Plain:
-    return _on_ranks(1, _train_alone, name, replicas)  # type: ignore[no-any-return]
+def _plain(name, replicas):
+    return _on_ranks(1, _train_alone, name, replicas)
 
 
 # ---- what differs, as sentences for the page
@@ -297,34 +287,27 @@ class Plain(NamedTuple):
     trained: tuple[Trained, Trained]
     exact: tuple[Trained, Trained] | None
 
-    def gradient_findings(self, ours: dict[str, Tensor], step: int) -> list[str]:
+    def gradient_findings(self, ours, step):
         """Return a sentence for the gradient that differs most from that of one process, if one does."""
         plain = self.trained[1].gradients
         rounded = [] if self.exact is None else list(zip(plain, self.exact[1].gradients, strict=True))
         return self._findings(f"gradient of step {step + 1}", ours, plain[step], rounded, step)
 
-    def parameter_findings(self, ours: dict[str, Tensor], last: int) -> list[str]:
+    def parameter_findings(self, ours, last):
         """Return a sentence for the parameter that differs most: at the checkpoint (``last=0``) or one step later."""
         plain = self.trained[last].parameters
         rounded = [] if self.exact is None else [(plain, self.exact[last].parameters)]
         # A step of this optimizer is at most a tenth of the gradient, so the tolerance of gradients holds for it, too.
         return self._findings(f"after step {STEPS + last}", ours, plain, rounded, STEPS - 1 + last)
 
-    def _findings(
-        self,
-        what: str,
-        ours: dict[str, Tensor],
-        plain: dict[str, Tensor],
-        rounded: list[tuple[dict[str, Tensor], dict[str, Tensor]]],
-        step: int,
-    ) -> list[str]:
+    def _findings(self, what, ours, plain, rounded, step):
         """Compare each tensor on its own scale, and those without effect on the loss on the model's scale."""
         if ours.keys() != plain.keys():
             return [f"{what}: other names, {', '.join(sorted(ours.keys() ^ plain.keys())[:3])}"]
         gradients = self.trained[1].gradients[step]
         largest = max(float(value.abs().max()) for value in gradients.values() if value.numel())
         without = self._without_effect(step)
-        beyond: dict[str, float] = {}
+        beyond = {}
         for name, expected in plain.items():
             if ours[name].shape != expected.shape:
                 return [f"{what}: shape of `{name}` is {tuple(ours[name].shape)}, not {tuple(expected.shape)}"]
@@ -342,7 +325,7 @@ class Plain(NamedTuple):
         difference = f"{beyond[worst]:.1e} of its largest value"
         return [f"{what}: `{worst}` differs by {difference} ({len(beyond)} of {len(plain)} do)"]
 
-    def _without_effect(self, step: int) -> set[str]:
+    def _without_effect(self, step):
         """Return the names of parameters whose gradients are zero except for rounding."""
         gradients, model = self.trained[1].gradients[step], MATRIX[self.name]
         listed = {name for name in gradients if any(fnmatch(name, pattern) for pattern in model.no_effect)}
@@ -354,13 +337,13 @@ class Plain(NamedTuple):
         return listed | {name for name, value in largest.items() if value <= _ZERO * max(largest.values())}
 
 
-def _difference(actual: Tensor, expected: Tensor) -> float:
+def _difference(actual, expected):
     if actual.is_complex():
         return largest_difference(torch.view_as_real(actual.detach()), torch.view_as_real(expected.detach()))
     return largest_difference(actual.detach(), expected.detach())
 
 
-def same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+def same_bits(ours, theirs):
     """Return a sentence for the first tensor or extra state that differs at all; NaNs are equal."""
     if ours.keys() != theirs.keys():
         return [f"other names: {', '.join(sorted(ours.keys() ^ theirs.keys())[:3])}"]
@@ -377,6 +360,6 @@ def same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return []
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _bits(tensor):
     """Return a tensor's values, with NaNs replaced."""
     return tensor.detach().nan_to_num() if tensor.is_floating_point() else tensor.detach()

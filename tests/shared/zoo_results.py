@@ -14,12 +14,9 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isolated_libraries import FOLDER
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 COLUMNS = ("ddp", "fsdp", "zero", "gemini", "hybrid")
 """The plugins of the page."""
@@ -55,18 +52,18 @@ class Cell:
     options: dict[str, Any] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self):
         """Return the fields."""
         return asdict(self)
 
 
-def read_cell(folder: Path, name: str, plugin: str) -> Cell | None:
+def read_cell(folder, name, plugin):
     """Return a recorded cell; ``None`` if there is none."""
     found = read(_file(folder, name)).get("cells", {}).get(plugin)
     return None if found is None else Cell(**found)
 
 
-def write_cell(folder: Path, name: str, plugin: str, cell: Cell) -> None:
+def write_cell(folder, name, plugin, cell):
     """Record a cell, with the versions of the libraries."""
     file = _file(folder, name)
     recorded = read(file)
@@ -79,7 +76,26 @@ def write_cell(folder: Path, name: str, plugin: str, cell: Cell) -> None:
     partial.replace(file)
 
 
-def table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+def cell_of(folder, name, column, measure):
+    """Return a cell, and measure it unless it is recorded in a folder, if there is one; also keep the text of a fault.
+
+    Args:
+        folder: Where cells are collected; ``None`` for nowhere.
+        name: Of the row.
+        column: Of the cell.
+        measure: Called with both; returns the cell, and the whole error if there is one.
+    """
+    cell = read_cell(folder, name, column) if folder else None
+    if cell is None:
+        cell, text = measure(name, column)
+        if folder:
+            write_cell(folder, name, column, cell)
+            if cell.state in ("wrong", "crash"):
+                (folder / f"{name}.{column}.txt").write_text(text, encoding="utf-8")
+    return cell
+
+
+def table(recorded):
     """Return a row of text for each model, in the order of their names, from the contents of the files."""
     rows = []
     for model in sorted(recorded, key=lambda each: str(each["name"])):
@@ -91,7 +107,7 @@ def table(recorded: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
     return rows
 
 
-def page(rows: list[dict[str, str]]) -> str:
+def page(rows):
     """Return the page of a table: how many cells have which state, faults, and why cells are refused."""
     cells = [(row["model"], column, row[column]) for row in rows for column in COLUMNS]
     states = [text.partition(":")[0] for _, _, text in cells]
@@ -106,14 +122,14 @@ def page(rows: list[dict[str, str]]) -> str:
     faults = [f"- {model}, {column}: {text}" for model, column, text in cells if text.startswith("fault")]
     if faults:
         parts += ["## Faults\n", "\n".join(faults) + "\n"]
-    refused: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    refused = defaultdict(lambda: defaultdict(list))
     for model, column, text in cells:
         if text.startswith("refused"):
             refused[_first_sentence(text.partition(": ")[2])][model].append(column)
     if refused:
         lines = ["| model | plugins | refused with |", "|---|---|---|"]
         for reason, models in refused.items():
-            alike: dict[str, list[str]] = defaultdict(list)
+            alike = defaultdict(list)
             for model, columns in models.items():
                 alike[", ".join(columns)].append(model)
             lines += [f"| {', '.join(names)} | {columns} | {reason} |" for columns, names in alike.items()]
@@ -121,12 +137,12 @@ def page(rows: list[dict[str, str]]) -> str:
     return "\n".join(parts)
 
 
-def _first_sentence(text: str) -> str:
+def _first_sentence(text):
     """Return what is wrong; the remedies that follow are in the table of all cells."""
     return re.split(r"(?<=[a-z0-9)'`])\. (?=[A-Z`'])", text)[0].rstrip(".")
 
 
-def write_table(rows: list[dict[str, str]], path: Path) -> None:
+def write_table(rows, path):
     """Write rows as CSV."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -135,41 +151,40 @@ def write_table(rows: list[dict[str, str]], path: Path) -> None:
         writer.writerows(rows)
 
 
-def read_table(path: Path) -> list[dict[str, str]]:
+def read_table(path):
     """Return the rows that `write_table` wrote."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
-def _text(cell: dict[str, Any]) -> str:
+def _text(cell):
     """Return the text of a cell."""
     findings = " | ".join(map(_shown, cell["findings"]))
     return f"{cell['state']}: {findings}" if findings else str(cell["state"])
 
 
-def _shown(text: str) -> str:
+def _shown(text):
     """Return a finding as plain text on one line."""
     line = " ".join(text.split())
     return line if len(line) <= 400 else f"{line[:397]}..."
 
 
-def _file(folder: Path, name: str) -> Path:
+def _file(folder, name):
     return folder / f"{name.replace('/', '.')}.json"
 
 
-def read(file: Path) -> dict[str, Any]:
+def read(file):
     """Return the content of a file; nothing where it is not there."""
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return found
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
-def _version(library: str) -> str | None:
+def _version(library):
     """Return a library's version without its build, also of one in the separate folder, which stays unimportable."""
     found = next(iter(distributions(name=library, path=[*sys.path, str(FOLDER)])), None)
     return None if found is None else found.version.split("+")[0]
 
 
-def main() -> None:
+def main():
     """Write the table where results are given, and the page."""
     *results, docs = map(Path, sys.argv[1:])
     path = docs / "tables" / "compatibility.csv"

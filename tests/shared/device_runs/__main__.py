@@ -1,7 +1,5 @@
 """``python -m device_runs [--into FOLDER] [--minutes MINUTES] [--side-by-side N] [--list] [NAME ...]``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -14,10 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from device_runs import report, runner
-from device_runs.cases import Case, all_cases
+from device_runs.cases import all_cases
 
 
-def main() -> int:
+def main():
     """Run the cases and return 1 if one failed; 0 where there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="device_runs", description=__doc__)
     parser.add_argument(
@@ -43,9 +41,9 @@ def main() -> int:
     folder = asked.into.absolute()
     (folder / "output").mkdir(parents=True, exist_ok=True)
     facts = _facts(machine)
-    outcomes: list[runner.Outcome] = []
+    outcomes = []
 
-    def tell(outcome: runner.Outcome) -> None:
+    def tell(outcome):
         outcomes.append(outcome)
         print(f"{outcome.status:8} {outcome.seconds:5.1f} s  {outcome.name}", flush=True)
         report.write(folder, facts, outcomes, is_complete=len(outcomes) == len(chosen))
@@ -55,7 +53,7 @@ def main() -> int:
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
-def _named(names: list[str]) -> list[Case]:
+def _named(names):
     """Return the cases of these names; a name that no case has stands for those that it is a part of."""
     cases = all_cases()
     parts = [name for name in names if name not in cases]
@@ -64,7 +62,7 @@ def _named(names: list[str]) -> list[Case]:
     ]
 
 
-def _facts(machine: runner.Machine) -> dict[str, object]:
+def _facts(machine):
     """Ask the device in a process of its own: this one's must not open it."""
     import multiprocessing
 

@@ -27,7 +27,7 @@ class Incomplete(Exception):  # noqa: N818 - says what is missing
         figures: What was measured.
     """
 
-    def __init__(self, reason: str, figures: Sequence[Figure]) -> None:
+    def __init__(self, reason, figures):
         super().__init__(reason)
         self.figures = figures
 
@@ -55,21 +55,21 @@ class Figure:
     at_least: bool = False
 
     @property
-    def ratios(self) -> list[float]:
+    def ratios(self):
         """What the bar is about: ours divided by theirs, round by round."""
         if not self.theirs:
             return sorted(self.ours)
         return sorted(own / other for own, other in zip(self.ours, self.theirs, strict=True))
 
     @property
-    def is_met(self) -> bool:
+    def is_met(self):
         """Whether the bar is met; true where there is none."""
         if self.bar is None:
             return True
         median = statistics.median(self.ratios)
         return median >= self.bar if self.at_least else median <= self.bar
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self):
         """Return what the report keeps: medians and quartiles, and the rounds."""
         ratios = self.ratios
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
@@ -103,12 +103,12 @@ class Setting:
     library: str = ""
 
     @property
-    def is_real(self) -> bool:
+    def is_real(self):
         """Whether times and sizes mean something."""
         return self.device == "cuda"
 
     @property
-    def module(self) -> Any:
+    def module(self):
         """``torch.cuda``, or the simulated accelerator's module."""
         return torch.get_device_module(self.device)
 
@@ -144,12 +144,12 @@ MODULES = (
 """Where the cases are, in the order in which they run."""
 
 
-def all_cases() -> dict[str, Case]:
+def all_cases():
     """Return every case by name, in the order in which they run."""
     modules = [f"device_runs.{name}" for name in MODULES]
     if find_spec("device_speed") is not None:  # of benchmarks/
         modules.append("device_speed")
-    found: dict[str, Case] = {}
+    found = {}
     for module in modules:
         for case in import_module(module).CASES:
             assert case.name not in found, case.name

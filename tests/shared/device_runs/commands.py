@@ -1,22 +1,16 @@
 """``booster env`` and ``booster doctor`` where there is a device."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 
 from device_runs.cases import Case
 
-if TYPE_CHECKING:
-    from device_runs.cases import Setting
-
 SECONDS = 80
 
 
-def tell(setting: Setting, *, verb: str) -> None:
+def tell(setting, *, verb):
     """Run a command in a process of its own; it succeeds and names the device."""
     call = f"from booster_core.cli import main; main(['{verb}'])"
     done = subprocess.run(

@@ -3,10 +3,6 @@
 `booster_runtime.collectives` sends nothing in a world of one: these cases make the calls of several ranks.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 
@@ -14,17 +10,12 @@ from booster_runtime.collectives import new_groups, transport
 from device_runs.parts import Part, case_of
 from device_runs.small import spin
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from device_runs.cases import Setting
-
 NUMEL = 1 << 20
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 MOVED = (*SUMMED, torch.int64, torch.uint8, torch.bool)
 
 
-def move(setting: Setting) -> None:
+def move(setting):
     """Gather, exchange and broadcast every format, by the world's communicator and by one of a new group."""
     assert dist.get_world_size() == 1
     for group in (dist.group.WORLD, dist.new_group([0])):
@@ -45,7 +36,7 @@ def move(setting: Setting) -> None:
             _assert_equal(sent, values, f"broadcast of {dtype}")
 
 
-def reduce(setting: Setting) -> None:
+def reduce(setting):
     """Reduce every format that is summed, scaled and added to what is there; fp16 by an average."""
     for group in (dist.group.WORLD, dist.new_group([0])):
         for dtype in SUMMED:
@@ -73,7 +64,7 @@ def reduce(setting: Setting) -> None:
             _assert_equal(reduced, expected, f"all_reduce of {dtype}")
 
 
-def wait_on_another_stream(setting: Setting) -> None:
+def wait_on_another_stream(setting):
     """A result that another stream waits for is there for its kernels, however late the collective runs."""
     group = dist.group.WORLD
     for number in range(20):
@@ -95,7 +86,7 @@ def wait_on_another_stream(setting: Setting) -> None:
         _assert_equal(seen, torch.full_like(seen, 2.0 * (number + 1)), f"reduce_scatter {number}")
 
 
-def check_priority(setting: Setting) -> None:
+def check_priority(setting):
     """Collectives run before the kernels of computation that are queued."""
     for group in (dist.group.WORLD, new_groups([[0]])):
         assert group is not None
@@ -103,12 +94,12 @@ def check_priority(setting: Setting) -> None:
         assert options.is_high_priority_stream
 
 
-def _values(dtype: torch.dtype, device: str) -> Tensor:
+def _values(dtype, device):
     values = torch.arange(NUMEL, device=device) % 97
     return (values % 2).bool() if dtype is torch.bool else values.to(dtype)
 
 
-def _assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
+def _assert_equal(found, expected, what):
     found, expected = found.cpu(), expected.cpu()
     different = (found != expected).nonzero().flatten()
     if different.numel():

@@ -1,9 +1,6 @@
 """Faults that would be silent, and need a card to show."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import device_smoke
@@ -16,9 +13,6 @@ from booster_core.errors import ConfigError
 from booster_runtime.memory import locked_buffer
 from device_runs.cases import Case
 
-if TYPE_CHECKING:
-    from device_runs.cases import Setting
-
 _BYTES = 2 << 20
 _BEFORE, _AFTER = (0, 1), (2, 3)
 PLUGINS = ("ddp", "fsdp", "zero 2", "gemini", "tensor parallel")
@@ -27,18 +21,18 @@ PLUGINS = ("ddp", "fsdp", "zero 2", "gemini", "tensor parallel")
 class _Refusing:
     """CUDA's runtime, which has locked the pages already, and so refuses."""
 
-    def __init__(self) -> None:
-        self._runtime: Any = torch.cuda.cudart()
-        self.refused: list[int] = []
+    def __init__(self):
+        self._runtime = torch.cuda.cudart()
+        self.refused = []
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802 - CUDA's name
         assert not int(self._runtime.cudaHostRegister(address, num_bytes, flags))
         self.refused.append(int(self._runtime.cudaHostRegister(address, num_bytes, flags)))
         self._runtime.cudaHostUnregister(address)
         return self.refused[-1]
 
 
-def refuse_to_lock(setting: Setting) -> None:
+def refuse_to_lock(setting):
     """The first launch after pages could not be locked does not raise for that, and the memory is locked anyway."""
     pages = torch.empty(_BYTES, dtype=torch.uint8)
     torch.cuda.synchronize()
@@ -57,14 +51,14 @@ def refuse_to_lock(setting: Setting) -> None:
     assert bool((buffer == 1).all())
 
 
-def draw_on_device(setting: Setting, *, name: str) -> None:
+def draw_on_device(setting, *, name):
     """Masks differ between ranks of different samples, are alike between tensor parallel ones, and come back."""
     run = device_smoke.Run(device_smoke.CASES[name], setting.device, "fp32")
     run.step(0)
-    state: dict[str, Any] = {"model": run.model, "optimizer": run.optimizer}
+    state = {"model": run.model, "optimizer": run.optimizer}
     run.booster.save_checkpoint(setting.folder, step=1, **state)
     mask = _mask(setting)
-    everyones: list[Any] = [None] * setting.world_size
+    everyones = [None] * setting.world_size
     dist.all_gather_object(everyones, mask)
     assert (everyones[0] == everyones[1]) == (name == "tensor parallel"), everyones
     assert _mask(setting) != mask
@@ -72,11 +66,11 @@ def draw_on_device(setting: Setting, *, name: str) -> None:
     assert _mask(setting) == mask, "a run that is resumed draws other numbers"
 
 
-def _mask(setting: Setting) -> list[float]:
-    return functional.dropout(torch.ones(128, device=setting.device)).tolist()  # type: ignore[no-any-return]
+def _mask(setting):
+    return functional.dropout(torch.ones(128, device=setting.device)).tolist()
 
 
-def move_away_and_back(setting: Setting, *, name: str) -> None:
+def move_away_and_back(setting, *, name):
     """A boosted model that is moved to the host and back trains on as one that was not; one laid out refuses first."""
     losses = []
     for is_moved in (False, True):

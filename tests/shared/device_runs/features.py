@@ -1,10 +1,7 @@
 """What users combine with every plugin: compiled models, CUDA graphs, activations elsewhere, lazy models."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,21 +9,7 @@ import torch
 from booster_core.errors import ConfigError
 from device_runs.cases import CannotRun, Case
 from device_runs.parts import Part, case_of
-from device_runs.small import (
-    Decoder,
-    Run,
-    adamw,
-    assert_same_bits,
-    exact_sgd,
-    repeat_bits,
-    tokens_of,
-    under,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from device_runs.cases import Setting
+from device_runs.small import Decoder, Run, adamw, assert_same_bits, exact_sgd, repeat_bits, tokens_of, under
 
 STEPS = 6
 
@@ -34,13 +17,13 @@ STEPS = 6
 # ---- compiled models
 
 
-def train_compiled(setting: Setting, *, plugin: str, options: dict[str, Any], how: str, mode: str | None) -> None:
+def train_compiled(setting, *, plugin, options, how, mode):
     """Train with compiled layers, or the whole compiled, and compare with a run that is not."""
     backend = _compiler(setting)
     repeat_bits()
     expected = _compiled_run(setting, plugin, options).train(STEPS)
     run = _compiled_run(setting, plugin, options)
-    arguments: dict[str, Any] = {"backend": backend} if mode is None else {"backend": backend, "mode": mode}
+    arguments = {"backend": backend} if mode is None else {"backend": backend, "mode": mode}
     if how == "layers":
         for layer in run.booster.unwrap(run.model).layers:
             layer.compile(**arguments)
@@ -57,13 +40,13 @@ def train_compiled(setting: Setting, *, plugin: str, options: dict[str, Any], ho
     assert losses[-1] < 0.98 * losses[1], losses  # of the same tokens
 
 
-def _compiled_run(setting: Setting, plugin: str, options: dict[str, Any]) -> Run:
+def _compiled_run(setting, plugin, options):
     torch.manual_seed(0)
     model = Decoder(256, 2, 4) if setting.is_real else Decoder(32, 2, 2)
     return Run(setting, plugin, options, "bf16", model=model, make_optimizer=adamw)
 
 
-def _compiler(setting: Setting) -> str:
+def _compiler(setting):
     """Return the backend to compile by, which has compiled something."""
     if not setting.is_real:
         return "aot_eager"
@@ -81,7 +64,7 @@ def _compiler(setting: Setting) -> str:
 # ---- CUDA graphs
 
 
-def capture(setting: Setting, *, plugin: str, options: dict[str, Any]) -> None:
+def capture(setting, *, plugin, options):
     """Forward, backward and step raise while a graph is captured, and training goes on as if nothing was."""
     repeat_bits()
     expected = Run(setting, plugin, options, make_optimizer=exact_sgd)
@@ -111,7 +94,7 @@ def capture(setting: Setting, *, plugin: str, options: dict[str, Any]) -> None:
     assert_same_bits(run.parameters(), expected.parameters("expected"), "after captures that were refused")
 
 
-def _record(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, call: Callable[[], object]) -> None:
+def _record(graph, stream, call):
     # Threads of NCCL ask for events meanwhile.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         torch.ones(8, device="cuda").add_(1)
@@ -121,7 +104,7 @@ def _record(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, call: Callab
 # ---- activations
 
 
-def keep_activations(setting: Setting, *, plugin: str, options: dict[str, Any], how: str) -> None:
+def keep_activations(setting, *, plugin, options, how):
     """Recomputed and offloaded activations give the bits of those that stay."""
     from booster_runtime import enable_activation_checkpointing
     from booster_runtime.activations import enable_activation_offload
@@ -146,7 +129,7 @@ def keep_activations(setting: Setting, *, plugin: str, options: dict[str, Any], 
 # ---- lazy models
 
 
-def train_lazy(setting: Setting, *, plugin: str, options: dict[str, Any]) -> None:
+def train_lazy(setting, *, plugin, options):
     """A lazy model gets the values of an eager one, bit for bit, also where they are drawn."""
     from booster_runtime import LazyInitContext
 
@@ -160,7 +143,7 @@ def train_lazy(setting: Setting, *, plugin: str, options: dict[str, Any]) -> Non
     assert_same_bits(found[1], found[0], "lazy values")
 
 
-def _parts(function: Callable[..., None], names: Sequence[str], **more: Any) -> list[Part]:
+def _parts(function, names, **more):
     """Return a part for each plugin."""
     told = "".join(f", {name} {value}" for name, value in more.items() if value)
     return [Part(f"{name}{told}", function, under(name, **more)) for name in names]

@@ -1,12 +1,9 @@
 """Memory that a step takes, against what ``booster plan`` predicts, and what the allocator takes on top of it."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,15 +11,10 @@ from booster_core import Booster
 from device_runs.cases import Case, Figure
 from device_runs.small import STRATEGIES, make_plugin
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from device_runs.cases import Setting
-
 WITHIN = 0.05
 MAX_RESERVED = 1.15
 STEPS = 3
-SIZES: dict[str, dict[str, int]] = {
+SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
     "110M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
@@ -32,7 +24,7 @@ BATCH = {"tiny": (2, 32), "110M": (4, 1024), "110M, little batch": (1, 64), "1B"
 """With a little one, the optimizer makes the peak."""
 
 
-def make_llama(size: str) -> nn.Module:
+def make_llama(size):
     """Return a Llama of about so many parameters, on torch's default device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,13 +32,13 @@ def make_llama(size: str) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, use_cache=False, **SIZES[size]))
 
 
-def batch_of(size: str, device: str = "cpu") -> dict[str, Tensor]:
+def batch_of(size, device="cpu"):
     """Return a batch with labels."""
     tokens = torch.arange(BATCH[size][0] * BATCH[size][1]).view(BATCH[size]) % 251
     return {name: tokens.to(device) for name in ("input_ids", "labels")}
 
 
-def compare_with_plans(setting: Setting, *, size: str) -> list[Figure]:
+def compare_with_plans(setting, *, size):
     """Measure the peak of a step in bf16 under each plugin, and compare with predictions, made on the CPU meanwhile."""
     size = size if setting.is_real else "tiny"
     figures = []
@@ -66,14 +58,14 @@ def compare_with_plans(setting: Setting, *, size: str) -> list[Figure]:
     return figures if setting.is_real else []
 
 
-def plan(name: str, size: str) -> int:
+def plan(name, size):
     """Return the predicted peak in bytes."""
     from booster_tools.planning import TrainingStep, shares_of, simulate
 
     torch.set_num_threads(1)
     plugin, options = STRATEGIES[name]
 
-    def build() -> tuple[Any, ...]:
+    def build():
         model = make_llama(size)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -81,7 +73,7 @@ def plan(name: str, size: str) -> int:
     return simulate(step, make_plugin(plugin, options), 1).peak_bytes
 
 
-def measure(setting: Setting, name: str, size: str) -> tuple[int, int]:
+def measure(setting, name, size):
     """Return the most that a step has allocated, and reserved, in bytes."""
     module = setting.module
     gc.collect()
@@ -92,7 +84,7 @@ def measure(setting: Setting, name: str, size: str) -> tuple[int, int]:
     with torch.device(setting.device):
         torch.manual_seed(0)
         model = make_llama(size)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     booster = Booster(setting.device, "bf16", make_plugin(plugin, options))
     boosted, optimizer, *_ = booster.boost(model, optimizer)
     del model

@@ -1,9 +1,6 @@
 """State on the host or on a disk: each step has the bits of the same plugin without offload."""
 
-from __future__ import annotations
-
 import gc
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +17,6 @@ from device_runs.small import (
     tokens_of,
 )
 
-if TYPE_CHECKING:
-    from device_runs.cases import Setting
-
 SMALL = {"min_chunk_bytes": 1 << 16}
 GEMINI = {
     "both": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
@@ -33,15 +27,7 @@ GEMINI = {
 STEPS = 5
 
 
-def equal(
-    setting: Setting,
-    *,
-    plugin: str,
-    options: dict[str, Any],
-    offload: dict[str, Any],
-    precision: str,
-    in_folder: bool = False,
-) -> None:
+def equal(setting, *, plugin, options, offload, precision, in_folder=False):
     """Train with and without offload, with copies and kernels that are late, and compare losses and parameters."""
     repeat_bits()
     base = dict(options)
@@ -60,11 +46,11 @@ def equal(
         del moves
 
 
-def stay_within_a_fraction(setting: Setting) -> None:
+def stay_within_a_fraction(setting):
     """A budget trains where the process may use less of the device than parameters, gradients and state take."""
     repeat_bits()
 
-    def model() -> Decoder:
+    def model():
         torch.manual_seed(0)
         return Decoder(1024, 8, 8)
 
@@ -89,7 +75,7 @@ def stay_within_a_fraction(setting: Setting) -> None:
     assert min(places["cpu"], places["cuda"]) > 0, f"not everything fits, and something does: {places}"
 
 
-def accumulate(setting: Setting, *, plugin: str, options: dict[str, Any], offload: dict[str, Any]) -> None:
+def accumulate(setting, *, plugin, options, offload):
     """Gradients of three batches add up on the host as they do on the device."""
     repeat_bits()
     base = {**SMALL, **options} if plugin == "gemini" and not setting.is_real else options
@@ -111,7 +97,7 @@ def accumulate(setting: Setting, *, plugin: str, options: dict[str, Any], offloa
     assert_same_bits(found[1], found[0], "three batches a step")
 
 
-KINDS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], bool]]] = {
+KINDS = {
     "zero": [
         ("stage 1", {"stage": 1}, {"offload": "cpu"}, False),
         ("stage 2", {"stage": 2}, {"offload": "cpu"}, False),

@@ -15,7 +15,7 @@ from device_runs.cases import CannotRun, Case
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from device_runs.cases import Figure, Setting
+    from device_runs.cases import Figure
 
 _LAST_LINES = 14
 
@@ -37,14 +37,14 @@ class Part:
     only_on: str = ""
 
 
-def run_parts(setting: Setting, *, parts: Sequence[Part]) -> list[Figure]:
+def run_parts(setting, *, parts):
     """Run each part in a folder of its own, also after one that has failed, and raise for all that have.
 
     Raises:
         AssertionError: If a part failed; the last lines of each are in it.
         CannotRun: If none could run.
     """
-    figures: list[Figure] = []
+    figures = []
     failures, absences = [], []
     for number, part in enumerate(parts):
         if part.only_on not in ("", setting.device):
@@ -70,7 +70,7 @@ def run_parts(setting: Setting, *, parts: Sequence[Part]) -> list[Figure]:
     return figures
 
 
-def case_of(name: str, parts: Sequence[Part], *, seconds: float = 90.0) -> Case:
+def case_of(name, parts, *, seconds=90.0):
     """Return a case of parts, which needs a device of a type if all of them do."""
     names = [part.name for part in parts]
     assert len(set(names)) == len(names), names

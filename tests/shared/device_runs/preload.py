@@ -6,7 +6,7 @@ is not found. The ranks that need it import it.
 
 import sys
 
-sys.modules["torchao"] = None  # type: ignore[assignment]  # as if it were not installed
+sys.modules["torchao"] = None  # as if it were not installed
 
 import torch  # noqa: E402, F401
 import transformers.models.llama.modeling_llama  # noqa: E402, F401

@@ -1,7 +1,5 @@
 """The report: ``report.md`` and ``report.json``, written after each case."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import os
@@ -11,20 +9,14 @@ from collections import Counter
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from device_runs.runner import Machine, Outcome
 
 DISTRIBUTIONS = ("torch", "transformers", "triton", "torchao", "numpy")
 _SCALES = {"s": (1e3, "ms"), "B": (2**-30, "GiB"), "B/s": (1e-9, "GB/s"), "tokens/s": (1.0, "tokens/s"), "": (1.0, "")}
 
 
-def describe(machine: Machine) -> dict[str, Any]:
+def describe(machine):
     """Return when and on what the cases run."""
     versions = {}
     for name in DISTRIBUTIONS:
@@ -32,7 +24,7 @@ def describe(machine: Machine) -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    facts: dict[str, Any] = {
+    facts = {
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
         "device": machine.device,
         "num_devices": machine.num_devices,
@@ -52,14 +44,14 @@ def describe(machine: Machine) -> dict[str, Any]:
     return facts
 
 
-def write(folder: Path, facts: dict[str, Any], outcomes: Sequence[Outcome], *, is_complete: bool) -> None:
+def write(folder, facts, outcomes, *, is_complete):
     """Write the report of what has run so far."""
     kept = {"machine": facts, "is_complete": is_complete, "cases": [asdict(outcome) for outcome in outcomes]}
     (folder / "report.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(page(kept), encoding="utf-8")
 
 
-def page(report: dict[str, Any]) -> str:
+def page(report):
     """Return the report, what ``report.json`` holds, as Markdown."""
     cases = report["cases"]
     lines = ["# Booster on a device", "", *summary(report), "", *measured(report, level=2)]
@@ -74,7 +66,7 @@ def page(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(report: dict[str, Any]) -> list[str]:
+def summary(report):
     """Return lines that say when and on what a report was made, and how its cases ended."""
     facts = report["machine"]
     counts = Counter(case["status"] for case in report["cases"])
@@ -92,7 +84,7 @@ def summary(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def measured(report: dict[str, Any], level: int) -> list[str]:
+def measured(report, level):
     """Return lines with a table for each case that measured something; none where none did.
 
     Args:
@@ -123,7 +115,7 @@ def measured(report: dict[str, Any], level: int) -> list[str]:
     return lines
 
 
-def in_unit(value: float, unit: str) -> str:
+def in_unit(value, unit):
     """Return a value as people write it."""
     if unit == "s" and value < 1e-3:
         return f"{value * 1e6:.4g} us"
@@ -131,7 +123,7 @@ def in_unit(value: float, unit: str) -> str:
     return f"{value * factor:.4g} {name}".strip()
 
 
-def _row(figure: dict[str, Any]) -> str:
+def _row(figure):
     bar = "" if figure["bar"] is None else f"{'at least ' if figure['at_least'] else ''}{figure['bar']:g}"
     has_yardstick = bool(figure["theirs"])
     is_number = has_yardstick or not figure["unit"]
@@ -152,7 +144,7 @@ def _row(figure: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _driver() -> str:
+def _driver():
     path = Path("/proc/driver/nvidia/version")
     words = path.read_text(encoding="utf-8").split() if path.exists() else []
     return next((word for word in words if word[0].isdigit() and "." in word), "unknown")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import random
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -16,10 +14,11 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from device_runs.cases import CannotRun, Case, Figure, Incomplete, Setting, all_cases
+from free_ports import free_port
+
+from device_runs.cases import CannotRun, Case, Incomplete, Setting, all_cases
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
     from pathlib import Path
 
@@ -43,7 +42,7 @@ class Machine:
     library: str = ""
     side_by_side: int = 8
 
-    def backend_of(self, case: Case) -> str:
+    def backend_of(self, case):
         """Return the backend of a case's process group.
 
         NCCL refuses two ranks on one device, so ranks that share one talk over the staged backend.
@@ -85,13 +84,11 @@ class _Running:
     answers: dict[int, tuple[str, Any]] = field(default_factory=dict)
 
     @property
-    def deadline(self) -> float:
+    def deadline(self):
         return self.started + self.case.seconds
 
 
-def run(
-    cases: Sequence[Case], machine: Machine, folder: Path, seconds: float, tell: Callable[[Outcome], None]
-) -> list[Outcome]:
+def run(cases, machine, folder, seconds, tell):
     """Run cases and return how each ended, in the order in which they did.
 
     Args:
@@ -115,22 +112,20 @@ def run(
 class _Passes:
     """Cases that run one after the other, or side by side, until the time is over."""
 
-    def __init__(
-        self, context: Any, machine: Machine, folder: Path, end: float, tell: Callable[[Outcome], None]
-    ) -> None:
+    def __init__(self, context, machine, folder, end, tell):
         self._context, self._machine, self._folder, self._tell = context, machine, folder, tell
         self.end = end
-        self.outcomes: list[Outcome] = []
+        self.outcomes = []
 
-    def go(self, waiting: list[Case], limit: int, until: float | None = None) -> None:
+    def go(self, waiting, limit, until=None):
         """Run cases, at most ``limit`` ranks at a time; those that have not begun by ``until`` stay in the list."""
-        running: list[_Running] = []
+        running = []
         while running or (waiting and (until is None or time.monotonic() <= until)):
             while waiting and _fits(waiting[0], running, limit) and (until is None or time.monotonic() <= until):
                 self._begin(waiting.pop(0), running)
             self._end_some(running)
 
-    def _begin(self, case: Case, running: list[_Running]) -> None:
+    def _begin(self, case, running):
         if case.only_on not in ("", self._machine.device):
             self._done(Outcome(case.name, "left out", f"needs a {case.only_on} device"))
         elif time.monotonic() > self.end:
@@ -138,7 +133,7 @@ class _Passes:
         else:
             running.append(_start(self._context, case, self._machine, self._folder))
 
-    def _end_some(self, running: list[_Running]) -> None:
+    def _end_some(self, running):
         for each in running:
             _listen(each)
         ended = [each for each in running if _has_ended(each) or time.monotonic() > min(each.deadline, self.end)]
@@ -151,16 +146,16 @@ class _Passes:
         if running and not ended:
             time.sleep(0.02)
 
-    def _done(self, outcome: Outcome) -> None:
+    def _done(self, outcome):
         self.outcomes.append(outcome)
         self._tell(outcome)
 
 
-def _fits(case: Case, running: Sequence[_Running], limit: int) -> bool:
+def _fits(case, running, limit):
     return not running or sum(each.case.ranks for each in running) + case.ranks <= limit
 
 
-def _start(context: Any, case: Case, machine: Machine, folder: Path) -> _Running:
+def _start(context, case, machine, folder):
     shared = folder / "shared" / _as_file(case.name)
     shutil.rmtree(shared, ignore_errors=True)
     shared.mkdir(parents=True)
@@ -179,19 +174,19 @@ def _start(context: Any, case: Case, machine: Machine, folder: Path) -> _Running
     return _Running(case, backend, shared, ranks, pipes)
 
 
-def _listen(running: _Running) -> None:
+def _listen(running):
     for rank, pipe in enumerate(running.pipes):
         with contextlib.suppress(EOFError, OSError):
             if rank not in running.answers and pipe.poll():
                 running.answers[rank] = pipe.recv()
 
 
-def _has_ended(running: _Running) -> bool:
+def _has_ended(running):
     failed = any(kind == "failed" for kind, _ in running.answers.values())
     return failed or all(not process.is_alive() for process in running.ranks)
 
 
-def _end(running: _Running, folder: Path) -> Outcome:
+def _end(running, folder):
     _listen(running)
     is_late = any(process.is_alive() and rank not in running.answers for rank, process in enumerate(running.ranks))
     for process in running.ranks:
@@ -228,7 +223,7 @@ def _end(running: _Running, folder: Path) -> Outcome:
     return outcome
 
 
-def _be_rank(name: str, setting: Setting, machine: Machine, port: int, output: Path, pipe: Connection) -> None:
+def _be_rank(name, setting, machine, port, output, pipe):
     """Run a case's function on one rank, and send how it ended."""
     os.setsid()
     _redirect(output)
@@ -252,7 +247,7 @@ def _be_rank(name: str, setting: Setting, machine: Machine, port: int, output: P
     os._exit(0)
 
 
-def _call(case: Case, setting: Setting, machine: Machine, port: int) -> Sequence[Figure]:
+def _call(case, setting, machine, port):
     import faulthandler
 
     import torch
@@ -286,27 +281,18 @@ def _call(case: Case, setting: Setting, machine: Machine, port: int) -> Sequence
     return figures
 
 
-def _redirect(output: Path) -> None:
+def _redirect(output):
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
 
 
-def _last_lines(path: Path) -> str:
+def _last_lines(path):
     if not path.exists():
         return ""
     return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
 
 
-def _as_file(name: str) -> str:
+def _as_file(name):
     return "".join(each if each.isalnum() else "_" for each in name)
-
-
-def free_port() -> int:
-    """Return a port below those that the system gives to connections, one of which could take it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)  # a generator's state is that of the forking process
-        with socket.socket() as tried, contextlib.suppress(OSError):
-            tried.bind(("localhost", port))
-            return port

@@ -1,10 +1,7 @@
 """Saves and loads on a device: values of the save's moment, no wait for the whole device, any stream."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -13,22 +10,14 @@ from booster_checkpoint.load import fill
 from device_runs.parts import Part, case_of
 from device_runs.small import Run, assert_same_bits, spin, tokens_of, under
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
-    from torch import Tensor
-
-    from device_runs.cases import Setting
-
-
-def save_while_training(setting: Setting, *, plugin: str, options: dict[str, Any]) -> None:
+def save_while_training(setting, *, plugin, options):
     """Save in the background, go on training at once, and find what a save in the foreground has written before."""
     run = Run(setting, plugin, options, "bf16")
     run.train(2)
     expected = run.parameters("before")
     run.booster.save_optimizer(run.optimizer, setting.folder / "optimizer-before", shard=True)
-    waits: list[str] = []
+    waits = []
     spin(setting, 0.05)
     with _refusing_waits_of_other_threads(waits):
         run.booster.save_model(run.model, setting.folder / "model.safetensors", use_async=True)
@@ -49,11 +38,11 @@ def save_while_training(setting: Setting, *, plugin: str, options: dict[str, Any
 
 
 @contextlib.contextmanager
-def _refusing_waits_of_other_threads(waits: list[str]) -> Iterator[None]:
+def _refusing_waits_of_other_threads(waits):
     """Note where a thread other than the main one waits for a whole device, which is its current one: the first."""
 
-    def watch(name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def watch(name, function):
+        def call(*args, **kwargs):
             if threading.current_thread() is not threading.main_thread():
                 waits.append(f"{name}{args} in {threading.current_thread().name}")
             return function(*args, **kwargs)
@@ -67,7 +56,7 @@ def _refusing_waits_of_other_threads(waits: list[str]) -> Iterator[None]:
         yield
 
 
-def load_in_a_stream(setting: Setting, *, plugin: str, options: dict[str, Any], num_threads: int) -> None:
+def load_in_a_stream(setting, *, plugin, options, num_threads):
     """Load in a stream that is busy with kernels that write to the parameters: what was loaded is what stays."""
     run = Run(setting, plugin, options)
     run.train(2)
@@ -92,7 +81,7 @@ def load_in_a_stream(setting: Setting, *, plugin: str, options: dict[str, Any], 
     assert_same_bits(other.parameters("later"), expected, "what is there later")
 
 
-def save_in_a_stream(setting: Setting, *, use_async: bool) -> None:
+def save_in_a_stream(setting, *, use_async):
     """Save in a stream whose kernels are late."""
     run = Run(setting, "zero", {"stage": 1})
     run.train(2)
@@ -114,13 +103,13 @@ def save_in_a_stream(setting: Setting, *, use_async: bool) -> None:
     assert_same_bits(found, changed, "what was saved in a stream")
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read(path):
     from safetensors.torch import load_file
 
     return load_file(path)
 
 
-def _read_folder(folder: Path) -> dict[str, Tensor]:
+def _read_folder(folder):
     return {name: values for path in sorted(folder.glob("*.safetensors")) for name, values in _read(path).items()}
 
 

@@ -1,10 +1,7 @@
 """A small decoder that computes the same bits each time, and how cases of one rank train it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -15,20 +12,12 @@ from torch.nn import functional
 from booster_core import Booster
 from booster_runtime.memory import CopyStream
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from device_runs.cases import Setting
-
 VOCABULARY, LENGTH, SAMPLES = 256, 64, 4
 CLOCK_HZ = 1.5e9
 """About what ``torch.cuda._sleep`` counts."""
 
 
-STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+STRATEGIES = {
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
     "zero 1": ("zero", {"stage": 1}),
@@ -41,7 +30,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Plugins and their options, by the names of cases."""
 
 
-def under(name: str, **more: Any) -> dict[str, Any]:
+def under(name, **more):
     """Return the keyword arguments of a check under one of `STRATEGIES`."""
     plugin, options = STRATEGIES[name]
     return {"plugin": plugin, "options": options, **more}
@@ -50,14 +39,14 @@ def under(name: str, **more: Any) -> dict[str, Any]:
 class Layer(nn.Module):
     """Attention and an MLP, by products and sums alone: fused attention adds in any order in backward."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         """Return the next layer's input, of the same shape ``(samples, length, width)``."""
         samples, length, width = x.shape
         q, k, v = (
@@ -73,7 +62,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A language model; forward takes tokens and returns the loss, and no host waits for anything in it."""
 
-    def __init__(self, width: int = 64, num_layers: int = 3, heads: int = 4) -> None:
+    def __init__(self, width=64, num_layers=3, heads=4):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Parameter(torch.randn(LENGTH, width) * 0.02)
@@ -82,7 +71,7 @@ class Decoder(nn.Module):
         mask = torch.full((LENGTH, LENGTH), -1e4).triu(1)
         self.register_buffer("mask", mask)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         """Return the mean loss of predicting each next token of ``(samples, LENGTH)``, the first after the last."""
         x = self.embedding(tokens) + self.positions
         mask = self.mask.to(x.dtype)
@@ -92,19 +81,19 @@ class Decoder(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
-def make_decoder(setting: Setting, seed: int = 0) -> Decoder:
+def make_decoder(setting):
     """Return a decoder on the CPU, the same each time; one large enough to fill streams on a real device."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return Decoder(512, 6, 8) if setting.is_real else Decoder()
 
 
-def tokens_of(step: int, device: str) -> Tensor:
+def tokens_of(step, device):
     """Return a step's tokens; every other step has the same, so that losses fall."""
     generator = torch.Generator().manual_seed(step % 2)
     return torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator).to(device)
 
 
-def exact_sgd(parameters: Any) -> torch.optim.Optimizer:
+def exact_sgd(parameters):
     """Return an optimizer whose steps have the same bits on a host and on a device.
 
     Products with powers of two are exact, so that it makes no difference where a sum is fused with them.
@@ -112,7 +101,7 @@ def exact_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=2.0**-6, momentum=0.5)
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters):
     """Return an optimizer with two states, whose epsilon exceeds rounding errors of gradients."""
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2)
 
@@ -129,96 +118,54 @@ class Run:
         model: Another model than the decoder.
     """
 
-    def __init__(
-        self,
-        setting: Setting,
-        plugin: str,
-        options: Mapping[str, Any] | None = None,
-        precision: str = "fp32",
-        *,
-        make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
-        model: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, setting, plugin, options=None, precision="fp32", *, make_optimizer=adamw, model=None):
         self.setting = setting
         self.booster = Booster(setting.device, precision, make_plugin(plugin, options or {}))
         model = make_decoder(setting) if model is None else model
         self.model, optimizer, *_ = self.booster.boost(model, make_optimizer(model.parameters()))
-        self.optimizer: Any = optimizer
+        self.optimizer = optimizer
 
-    def step(self, number: int, *, clip: float | None = None) -> Tensor:
+    def step(self, number):
         """Train a step and return its loss, on the device."""
         loss = self.model(tokens_of(number, self.setting.device))
         self.booster.backward(loss, self.optimizer)
-        if clip is not None:
-            self.optimizer.clip_grad_by_norm(clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def train(self, steps: int = 5, *, clip: float | None = None) -> list[float]:
+    def train(self, steps=5):
         """Return the losses of some steps; the host reads them at the end."""
-        losses = [self.step(number, clip=clip) for number in range(steps)]
+        losses = [self.step(number) for number in range(steps)]
         return [float(loss) for loss in losses]
 
-    def parameters(self, name: str = "parameters") -> dict[str, Tensor]:
-        """Return the parameters by name, on the CPU, by a save; see `saved_parameters`."""
-        return saved_parameters(self.booster, self.model, self.setting.folder / f"{name}.safetensors")
+    def parameters(self, name="parameters"):
+        """Return the parameters by name, on the CPU, by a save."""
+        from safetensors.torch import load_file
+
+        path = self.setting.folder / f"{name}.safetensors"
+        self.booster.save_model(self.model, path)
+        return load_file(path)
 
 
-def saved_parameters(booster: Booster, model: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Return a boosted model's tensors as it saves them.
-
-    Collective: every rank.
-    """
-    from safetensors.torch import load_file
-
-    booster.save_model(model, path)
-    return load_file(path)
-
-
-def train_plainly(
-    setting: Setting,
-    *,
-    steps: int = 5,
-    autocast: torch.dtype | None = None,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
-    clip: float | None = None,
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses and parameters of the decoder that torch trains by itself."""
-    model = make_decoder(setting).to(setting.device)
-    optimizer = make_optimizer(model.parameters())
-    losses = []
-    for number in range(steps):
-        with torch.autocast(setting.device, autocast, enabled=autocast is not None):
-            loss = model(tokens_of(number, setting.device))
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return [float(loss) for loss in losses], {name: each.detach().cpu() for name, each in model.named_parameters()}
-
-
-def repeat_bits() -> None:
+def repeat_bits():
     """Let a device multiply matrices in the same order each time; called before its first product."""
     if torch.cuda.is_available():
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
-def spin(setting: Setting, seconds: float = 1e-3) -> None:
+def spin(setting, seconds=1e-3):
     """Keep the current stream busy; the simulated device is as late as order allows without it."""
     if setting.is_real:
         torch.cuda._sleep(int(seconds * CLOCK_HZ))
 
 
 @contextlib.contextmanager
-def late_copies(setting: Setting, seconds: float = 5e-4) -> Iterator[None]:
+def late_copies(setting, seconds=5e-4):
     """Keep copy streams busy before everything that starts in them."""
     inside = CopyStream.own_order
 
     @contextlib.contextmanager
-    def late(copy_stream: CopyStream) -> Iterator[None]:
+    def late(copy_stream):
         with inside(copy_stream):
             spin(setting, seconds)
             yield
@@ -228,10 +175,10 @@ def late_copies(setting: Setting, seconds: float = 5e-4) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def late_compute(setting: Setting, model: nn.Module, seconds: float = 5e-4) -> Iterator[None]:
+def late_compute(setting, model, seconds=5e-4):
     """Keep the stream that computes busy before and after each layer's forward and backward."""
 
-    def wait(*_: Any) -> None:
+    def wait(*_):
         spin(setting, seconds)
 
     layers = [module for module in model.modules() if isinstance(module, Layer)]
@@ -247,7 +194,7 @@ def late_compute(setting: Setting, model: nn.Module, seconds: float = 5e-4) -> I
             handle.remove()
 
 
-def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+def assert_same_bits(found, expected, what):
     """Compare tensors by name, bit by bit."""
     assert found.keys() == expected.keys(), (what, found.keys() ^ expected.keys())
     different = {

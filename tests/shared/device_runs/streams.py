@@ -1,10 +1,7 @@
 """What copies between a device and its host, alone: values survive uses in any order, however late copies are."""
 
-from __future__ import annotations
-
 import random
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,22 +15,17 @@ from device_runs.cases import CannotRun, Figure
 from device_runs.parts import Part, case_of
 from device_runs.small import late_copies, spin
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from device_runs.cases import Setting
-
 ROUNDS = 200
 MAX_PINNED_RATIO = 1.1
 """Bytes of the host that are taken, to bytes that blocks need."""
 
 
-def block_numel(setting: Setting) -> int:
+def block_numel(setting):
     """Return the length of a block: 64 MB of fp32 on a real device."""
     return 1 << 24 if setting.is_real else 1 << 10
 
 
-def assert_all(values: Tensor, expected: float, what: str) -> None:
+def assert_all(values, expected, what):
     """Compare every element of a tensor of the host with one number."""
     low, high = (float(each) for each in values.aminmax())
     assert low == high == expected, f"{what}: from {low} to {high} in place of {expected}"
@@ -42,7 +34,7 @@ def assert_all(values: Tensor, expected: float, what: str) -> None:
 class _Carried:
     """Blocks of the host that go up to the device, are computed with there, and come down again."""
 
-    def __init__(self, setting: Setting, seed: int, count: int = 6) -> None:
+    def __init__(self, setting, seed, count=6):
         self.setting, self.draw = setting, random.Random(seed)
         self.device = torch.device(setting.device)
         self.copies = Copies(self.device)
@@ -51,22 +43,22 @@ class _Carried:
         self.num_bytes = 4 * block_numel(setting)
         self.below = [host.take(self.num_bytes) for _ in range(count)]
         self.expected = [float(index) for index in range(count)]
-        self.copied: list[torch.Event | None] = [None] * count
+        self.copied = [None] * count
         for index, value in enumerate(self.expected):
             self.values_below(index).fill_(value)
         self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
 
-    def values_below(self, index: int) -> Tensor:
+    def values_below(self, index):
         """Return a block on the host."""
         return self.below[index][: self.num_bytes].view(torch.float32)
 
-    def be_late(self, stream: CopyStream | None = None) -> None:
+    def be_late(self, stream=None):
         """Sometimes keep a stream busy, the one that computes by default."""
         if self.draw.random() < 0.5:
             with nullcontext() if stream is None else stream.own_order():
                 spin(self.setting, self.draw.random() * 2e-3)
 
-    def go_around(self, index: int) -> None:
+    def go_around(self, index):
         """Bring a block up, in most rounds compute with it, and send it down."""
         copies, buffer = self.copies, self.ring.take(self.num_bytes)
         self.be_late(copies.up)
@@ -82,7 +74,7 @@ class _Carried:
         copies.leave(buffer)
         self.ring.give(buffer, self.num_bytes)
 
-    def compute(self, index: int, values: Tensor) -> None:
+    def compute(self, index, values):
         """Read and change a block on the device."""
         self.be_late()
         self.wrong += (values != self.expected[index]).sum()
@@ -90,7 +82,7 @@ class _Carried:
         self.expected[index] += 1
         self.be_late()
 
-    def check_below(self, index: int) -> None:
+    def check_below(self, index):
         """Wait for a block to have come down, and look at it."""
         copied = self.copied[index]
         if copied is not None:
@@ -98,7 +90,7 @@ class _Carried:
         assert_all(self.values_below(index), self.expected[index], f"block {index}")
 
 
-def carry(setting: Setting, *, seed: int) -> None:
+def carry(setting, *, seed):
     """Bring blocks up, compute with them, and send them down, in random order and at random lateness."""
     blocks = _Carried(setting, seed)
     for _ in range(ROUNDS):
@@ -115,12 +107,12 @@ def carry(setting: Setting, *, seed: int) -> None:
 class _Owner:
     """Somebody who has a buffer, as buckets have."""
 
-    def __init__(self, memory: ChunkMemory, number: int, role: Role, numel: int, device: str) -> None:
+    def __init__(self, memory, number, role, numel, device):
         self.expected = float(number)
         self.buffer = FlatBuffer(number, role, torch.full((numel,), self.expected, device=device))
         memory.add(self.buffer)
 
-    def look(self, device: str, *, changes: bool) -> Tensor:
+    def look(self, device, *, changes):
         """Return how many values are wrong, and change all; the buffer is in use."""
         values = self.buffer.tensor
         assert values.device.type == device
@@ -131,7 +123,7 @@ class _Owner:
         return found
 
 
-def _write_from_host(memory: ChunkMemory, owner: _Owner, numel: int, draw: random.Random) -> None:
+def _write_from_host(memory, owner, numel, draw):
     """Write to a buffer from values on the host, and change these once that is said to be safe."""
     owner.expected += 1
     values = torch.full((numel,), owner.expected, pin_memory=True)
@@ -141,7 +133,7 @@ def _write_from_host(memory: ChunkMemory, owner: _Owner, numel: int, draw: rando
         values.fill_(-1.0)
 
 
-def move_blocks(setting: Setting, *, policy: str, has_disk: bool) -> None:
+def move_blocks(setting, *, policy, has_disk):
     """Use buffers on the device, and write to them from the host, in random order, and check what each use finds."""
     numel, draw = block_numel(setting) // (4 if has_disk else 1), random.Random(7)
     device, count, num_bytes = torch.device(setting.device), 12, 4 * numel
@@ -175,7 +167,7 @@ def move_blocks(setting: Setting, *, policy: str, has_disk: bool) -> None:
     memory.close()
 
 
-def hold_pinned_bytes(setting: Setting) -> list[Figure]:
+def hold_pinned_bytes(setting):
     """Host memory that blocks of many sizes take is what they need, and little more."""
     if not hasattr(torch.cuda, "host_memory_stats"):
         msg = "torch.cuda.host_memory_stats"
@@ -197,14 +189,14 @@ def hold_pinned_bytes(setting: Setting) -> list[Figure]:
     return [Figure("pinned memory of blocks", [held], "bytes of blocks", [asked], unit="B", bar=MAX_PINNED_RATIO)]
 
 
-def _host_bytes() -> int:
+def _host_bytes():
     stats = torch.cuda.host_memory_stats()
     found = [stats[name] for name in ("allocated_bytes.current", "reserved_bytes.current") if name in stats]
     assert found, sorted(stats)
     return max(found)
 
 
-def share_streams(setting: Setting) -> None:
+def share_streams(setting):
     """Copy streams that are the same to torch, which has 32 of them, order copies all the same."""
     device = torch.device(setting.device)
     streams = [CopyStream(device) for _ in range(70)]

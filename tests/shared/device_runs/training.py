@@ -1,28 +1,22 @@
 """Five steps of a small Llama under every plugin equal one process, and a saved run goes on when it is loaded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import device_smoke
 
 from device_runs.cases import Case
-
-if TYPE_CHECKING:
-    from device_runs.cases import Setting
 
 SIZES = {"tp_size", "sp_size", "pp_size"}
 ONLY_ACROSS = {"sequence_parallelism_mode", "num_microbatches", "pp_style", "num_model_chunks"}
 """Options that mean something where several ranks hold one model."""
 
 
-def train(setting: Setting, *, case: device_smoke.Case, precision: str) -> None:
+def train(setting, *, case, precision):
     """Train, compare with one process, save, load into a new run, and compare its next step."""
     device_smoke.train(case, setting.device, precision, str(setting.folder))
 
 
-def alone(case: device_smoke.Case) -> device_smoke.Case:
+def alone(case):
     """Return a case with its options for one rank."""
     options = {name: value for name, value in case.options.items() if name not in SIZES | ONLY_ACROSS}
     return replace(case, options=options, world_size=1)

@@ -1,18 +1,17 @@
 """Several ranks, on one card over the staged backend, or on a card each with NCCL."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
+import os
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import device_smoke
 import torch
 import torch.distributed as dist
+from free_ports import free_port
 from torch.nn import functional
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
@@ -22,14 +21,8 @@ from booster_hybrid.sequence_parallel.flex_kernel import takes_rules
 from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility
 from booster_hybrid.sequence_parallel.ring_attention import AttentionCall, ring_attention
 from device_runs.cases import Case, Figure
-from device_runs.runner import free_port
 from device_runs.small import late_copies
 from device_runs.training import train
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from device_runs.cases import Setting
 
 _SLEEP_CYCLES = 1_000_000
 """About half a millisecond."""
@@ -51,19 +44,19 @@ _DELAYED_CALLS = (
 )
 
 
-def train_late(setting: Setting, *, case: device_smoke.Case, precision: str) -> None:
+def train_late(setting, *, case, precision):
     """Train as `training.train`, while rank 1 comes late to each message and to each work on the engine's streams."""
     with delays(setting) if setting.rank == 1 else contextlib.nullcontext():
         train(setting, case=case, precision=precision)
 
 
 @contextlib.contextmanager
-def delays(setting: Setting) -> Iterator[None]:
+def delays(setting):
     """Let the current stream sleep before each message, and the engine's streams before what is started in them."""
 
-    def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def delayed(call):
         @functools.wraps(call)
-        def sleep_and_call(*args: Any, **kwargs: Any) -> Any:
+        def sleep_and_call(*args, **kwargs):
             _sleep(setting)
             return call(*args, **kwargs)
 
@@ -74,7 +67,7 @@ def delays(setting: Setting) -> Iterator[None]:
         yield
 
 
-def _sleep(setting: Setting) -> None:
+def _sleep(setting):
     if setting.is_real:
         setting.module._sleep(_SLEEP_CYCLES)
     else:
@@ -84,7 +77,7 @@ def _sleep(setting: Setting) -> None:
 # ---- packed documents over split sequences
 
 
-def attend_to_documents(setting: Setting, *, num_heads: int) -> None:
+def attend_to_documents(setting, *, num_heads):
     """Attention of packed documents, in a ring and at once, has the outputs and gradients of a mask of the whole."""
     generator = torch.Generator().manual_seed(1)
     documents = (torch.rand(2, _LENGTH, generator=generator) > 0.98).cumsum(1).to(setting.device)
@@ -141,7 +134,7 @@ print("went on", flush=True)
 """
 
 
-def fail(setting: Setting, *, how: str) -> Sequence[Figure]:
+def fail(setting, *, how):
     """Let one of two ranks fail between two steps: the other must end soon, and say which rank failed, and how."""
     command = [sys.executable, "-c", _FAILING, how]
     if setting.rank == 0:
@@ -149,8 +142,9 @@ def fail(setting: Setting, *, how: str) -> Sequence[Figure]:
     dist.barrier()
     port = (setting.folder / "port").read_text(encoding="utf-8")
     command += [str(setting.rank), port, setting.backend, setting.device, setting.library]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # pytest adds paths to this process alone
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=70, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=70, check=False)
     except subprocess.TimeoutExpired as late:
         msg = f"rank {setting.rank} did not end: {late.stdout!r} {late.stderr!r}"
         raise AssertionError(msg) from late

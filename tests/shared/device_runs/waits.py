@@ -1,17 +1,10 @@
 """The host waits for nothing in a step without offload; with it, for copies alone, which are listed."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import device_smoke
 import host_waits
 
 from device_runs.cases import Figure
 from device_runs.parts import Part, case_of
-
-if TYPE_CHECKING:
-    from device_runs.cases import Setting
 
 OFFLOAD = {
     "fsdp, offload": device_smoke.Case("fsdp", {"cpu_offload": True}),
@@ -22,14 +15,14 @@ OFFLOAD = {
 }
 
 
-def wait_for_nothing(setting: Setting, *, case: device_smoke.Case, precision: str) -> None:
+def wait_for_nothing(setting, *, case, precision):
     """Train eight steps; from the fifth on nothing is waited for."""
     found, seen = host_waits.waits_of(case, setting.device, precision)
     assert seen == 3, "what is looked for is found"
     assert not found, "\n".join(found)
 
 
-def wait_once(setting: Setting, *, case: device_smoke.Case) -> None:
+def wait_once(setting, *, case):
     """Under fp16's loss scale the host asks once a step whether to skip it."""
     found, seen = host_waits.waits_of(case, setting.device, "fp16")
     assert seen == 3, "what is looked for is found"
@@ -37,13 +30,13 @@ def wait_once(setting: Setting, *, case: device_smoke.Case) -> None:
     assert all("loss_scaler.py" in each for each in found), "\n".join(found)
 
 
-def wait_for_nothing_in_passes(setting: Setting, *, case: device_smoke.Case) -> None:
+def wait_for_nothing_in_passes(setting, *, case):
     """Forward and backward wait for no copy, also where gradients of two batches add up on the host."""
     found = host_waits.waits_in_passes(case, setting.device)
     assert not found, "\n".join(found)
 
 
-def list_waits(setting: Setting, *, name: str, case: device_smoke.Case) -> list[Figure]:
+def list_waits(setting, *, name, case):
     """Count what a step with offload waits for: events and streams of copies, and the norm that clips on the host."""
     found, _ = host_waits.waits_of(case, setting.device, "bf16")
     print("\n".join(found))

@@ -4,18 +4,14 @@
 torchvision) become importable then.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from isolated_libraries import import_quietly, use_isolated_libraries
 
 from model_zoo.diffusers_models import MODELS as _DIFFUSERS
-from model_zoo.own_tensors import MODELS as _TENSORS
-from model_zoo.own_uses import MODELS as _USES
+from model_zoo.own_models import MODELS as _OWN
 from model_zoo.registry import Batch, ZooModel
-from model_zoo.timm_families import MODELS as _TIMM_FAMILIES
+from model_zoo.timm_models import FAMILIES as _TIMM_FAMILIES
 from model_zoo.timm_models import MODELS as _TIMM
 from model_zoo.torchrec_models import MODELS as _TORCHREC
 from model_zoo.torchvision_models import MODELS as _TORCHVISION
@@ -26,43 +22,30 @@ from model_zoo.transformers_heads import HEADS
 from model_zoo.transformers_language import MODELS as _LANGUAGE
 from model_zoo.transformers_vision import MODELS as _VISION
 
-if TYPE_CHECKING:
-    from torch import nn
-
-ZOO: dict[str, ZooModel] = {
+ZOO = {
     model.name: model
     for model in (*_LANGUAGE, *_ENCODERS, *_VISION, *_AUDIO, *_TIMM, *_DIFFUSERS, *_TORCHREC, *_TORCHVISION)
 }
 
 _TWICE = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "gemma",
-    "phi",
-    "deepseek_v3",
-    "cohere",
-    "glm",
-    "gptj",
-    "opt",
-    "bloom",
+    *("llama", "mistral", "mixtral", "qwen2", "gemma", "phi", "deepseek_v3"),
+    *("cohere", "glm", "gptj", "opt", "bloom", "falcon"),
 )
 """Families whose language model is in both tables."""
 
-MATRIX: dict[str, ZooModel] = {
+MATRIX = {
     **ZOO,
     **{
         model.name: model
         for model in (replace(each, name=each.name.replace("heads/", "transformers/")) for each in HEADS.values())
-        if model.name not in {f"transformers/{family}_lm" for family in (*_TWICE, "falcon")}
+        if model.name not in {f"transformers/{family}_lm" for family in _TWICE}
     },
-    **{model.name: model for model in (*_TENSORS, *_USES, *_FAMILIES, *_TIMM_FAMILIES)},
+    **{model.name: model for model in (*_OWN, *_FAMILIES, *_TIMM_FAMILIES)},
 }
 """Every model, by name: those of ``ZOO``, which other tests use too, and those of the compatibility matrix alone."""
 
 
-def get_model(name: str) -> ZooModel:
+def get_model(name):
     """Return a model of the zoo by name; import its library without warnings.
 
     Raises:
@@ -75,10 +58,10 @@ def get_model(name: str) -> ZooModel:
     return model
 
 
-def deepened(name: str, **settings: Any) -> nn.Module:
+def deepened(name, **settings):
     """Return a model of transformers with four layers of one kind, and other settings of its configuration."""
     zoo = get_model(name)
-    model: Any = zoo.seeded()
+    model = zoo.seeded()
     for key, value in {"num_hidden_layers": 4, **settings}.items():
         setattr(model.config, key, value)
     if getattr(model.config, "layer_types", None):

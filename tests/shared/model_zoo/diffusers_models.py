@@ -1,56 +1,34 @@
 """diffusers models: an image quantizer and a denoiser."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from torch.nn.functional import mse_loss
 
 from model_zoo.fields import batch_of, normal, numbers
 from model_zoo.registry import ZooModel
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from model_zoo.registry import Batch
-
-_VQ: dict[str, Any] = {
-    "block_out_channels": (8, 16),
+_SMALL = {"block_out_channels": (8, 16), "norm_num_groups": 4}
+_CODER = {
+    **_SMALL,
     "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
     "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
-    "norm_num_groups": 4,
-    "num_vq_embeddings": 16,
 }
-_UNET: dict[str, Any] = {
-    "sample_size": 8,
-    "block_out_channels": (8, 16),
+_VQ, _KL = {**_CODER, "num_vq_embeddings": 16}, {**_CODER, "latent_channels": 4}
+_DENOISER = {**_SMALL, "sample_size": 8, "layers_per_block": 1, "attention_head_dim": 4}
+_UNET = {
+    **_DENOISER,
     "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
     "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-    "attention_head_dim": 4,
 }
-_KL: dict[str, Any] = {
-    "block_out_channels": (8, 16),
-    "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
-    "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
-    "norm_num_groups": 4,
-    "latent_channels": 4,
-}
-_CONDITIONED: dict[str, Any] = {
-    "sample_size": 8,
+_CONDITIONED = {
+    **_DENOISER,
     "in_channels": 4,
     "out_channels": 4,
-    "block_out_channels": (8, 16),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-    "attention_head_dim": 4,
     "cross_attention_dim": 16,
 }
-_DIT: dict[str, Any] = {
+_DIT = {
     "num_attention_heads": 2,
     "attention_head_dim": 8,
     "in_channels": 4,
@@ -64,73 +42,55 @@ _DIT: dict[str, Any] = {
 }
 
 
-def _build(name: str, settings: dict[str, Any]) -> nn.Module:
+def _build(name, settings):
     import diffusers
 
-    model: nn.Module = getattr(diffusers, name)(**settings)
+    model = getattr(diffusers, name)(**settings)
     for module in model.modules():
         if hasattr(module, "dropout_prob"):  # of class labels
             module.dropout_prob = 0.0
     return model
 
 
-def _reconstruction(output: Any, batch: Batch) -> Tensor:
-    loss: Tensor = mse_loss(output.sample, batch["sample"]) + output.commit_loss.mean()
-    return loss
+def _reconstruction(output, batch):
+    return mse_loss(output.sample, batch["sample"]) + output.commit_loss.mean()
 
 
-def _image(output: Any, batch: Batch) -> Tensor:
+def _image(output, batch):
     return mse_loss(output.sample, batch["sample"])
 
 
-def _noise(output: Any, batch: Batch) -> Tensor:
+def _noise(output, batch):
     return mse_loss(output.sample, batch["noise"])
 
 
+def _one(name, kind, settings, loss, fields, no_effect=()):
+    build, batch = partial(_build, kind, settings), batch_of(**fields)
+    return ZooModel(
+        name=f"diffusers/{name}", build=build, batch=batch, loss=loss, needs=("diffusers",), no_effect=no_effect
+    )
+
+
+_PIXELS, _LATENTS, _TIMES = normal(3, 8, 8), normal(4, 8, 8), {"timestep": numbers(100)}
+_OF_KEYS = ("*to_k.bias",)
+_CONDITIONS = {"encoder_hidden_states": normal(5, 16)}
+_CLASSES = {"class_labels": numbers(9)}
 MODELS = (
-    ZooModel(
-        name="diffusers/vq_model",
-        build=partial(_build, "VQModel", _VQ),
-        batch=batch_of(sample=normal(3, 8, 8)),
-        loss=_reconstruction,
-        needs=("diffusers",),
-        no_effect=("*to_k.bias",),
+    _one("vq_model", "VQModel", _VQ, _reconstruction, {"sample": _PIXELS}, _OF_KEYS),
+    _one("unet2d", "UNet2DModel", _UNET, _noise, {"sample": _PIXELS, **_TIMES, "noise": _PIXELS}, _OF_KEYS),
+    _one("autoencoder_kl", "AutoencoderKL", _KL, _image, {"sample": _PIXELS}, _OF_KEYS),
+    _one(
+        "unet2d_conditioned",
+        "UNet2DConditionModel",
+        _CONDITIONED,
+        _noise,
+        {"sample": _LATENTS, **_TIMES, **_CONDITIONS, "noise": _LATENTS},
     ),
-    ZooModel(
-        name="diffusers/unet2d",
-        build=partial(_build, "UNet2DModel", _UNET),
-        batch=batch_of(sample=normal(3, 8, 8), timestep=numbers(100), noise=normal(3, 8, 8)),
-        loss=_noise,
-        needs=("diffusers",),
-        no_effect=("*to_k.bias",),
-    ),
-    ZooModel(
-        name="diffusers/autoencoder_kl",
-        build=partial(_build, "AutoencoderKL", _KL),
-        batch=batch_of(sample=normal(3, 8, 8)),
-        loss=_image,
-        needs=("diffusers",),
-        no_effect=("*to_k.bias",),
-    ),
-    ZooModel(
-        name="diffusers/unet2d_conditioned",
-        build=partial(_build, "UNet2DConditionModel", _CONDITIONED),
-        batch=batch_of(
-            sample=normal(4, 8, 8),
-            timestep=numbers(100),
-            encoder_hidden_states=normal(5, 16),
-            noise=normal(4, 8, 8),
-        ),
-        loss=_noise,
-        needs=("diffusers",),
-    ),
-    ZooModel(
-        name="diffusers/dit",
-        build=partial(_build, "DiTTransformer2DModel", _DIT),
-        batch=batch_of(
-            hidden_states=normal(4, 8, 8), timestep=numbers(100), class_labels=numbers(9), noise=normal(4, 8, 8)
-        ),
-        loss=_noise,
-        needs=("diffusers",),
+    _one(
+        "dit",
+        "DiTTransformer2DModel",
+        _DIT,
+        _noise,
+        {"hidden_states": _LATENTS, **_TIMES, **_CLASSES, "noise": _LATENTS},
     ),
 )

@@ -1,39 +1,27 @@
-"""Random batches: each field is a recipe for one argument of a model's forward."""
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+"""Random batches: each field is a recipe for one argument of a model's forward, a function of generator and samples."""
 
 import torch
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from model_zoo.registry import Batch
-
-Field: TypeAlias = Callable[[torch.Generator, int], Tensor]
-"""Draws a tensor for a number of samples."""
 
 
-def batch_of(**recipes: Field) -> Callable[[torch.Generator, int], Batch]:
+def batch_of(**recipes):
     """Return a function that draws a batch with one tensor for each recipe, in their order."""
 
-    def draw(generator: torch.Generator, samples: int) -> Batch:
+    def draw(generator, samples):
         return {name: recipe(generator, samples) for name, recipe in recipes.items()}
 
     return draw
 
 
-def numbers(high: int, *shape: int, low: int = 0) -> Field:
+def numbers(high, *shape, low=0):
     """Return a recipe for whole numbers from ``low`` to ``high - 1``, shape ``(samples, *shape)``."""
     return lambda generator, samples: torch.randint(low, high, (samples, *shape), generator=generator)
 
 
-def normal(*shape: int) -> Field:
+def normal(*shape):
     """Return a recipe for normally distributed values, shape ``(samples, *shape)``."""
     return lambda generator, samples: torch.randn(samples, *shape, generator=generator)
 
 
-def same(values: object) -> Field:
+def same(values):
     """Return a recipe for values that are the same in each sample."""
     return lambda _generator, samples: torch.stack([torch.as_tensor(values)] * samples)

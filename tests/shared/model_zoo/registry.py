@@ -16,7 +16,7 @@ Batch = dict[str, Any]
 """Keyword arguments of a model's forward, each with one entry per sample in its first dimension."""
 
 
-def weighted_outputs(output: Any, _batch: Batch) -> Tensor:
+def weighted_outputs(output, _batch):
     """Return a mean over samples of all floating-point outputs, weighted so that no layer's gradient vanishes.
 
     A mean of squares would not do: behind a layer norm it is constant.
@@ -29,10 +29,14 @@ def weighted_outputs(output: Any, _batch: Batch) -> Tensor:
     return total
 
 
-def own_loss(output: Any, _batch: Batch) -> Tensor:
+def own_loss(output, _batch):
     """Return the loss that the model computes itself from labels."""
-    loss: Tensor = output.loss
-    return loss
+    return output.loss
+
+
+def classified(output, batch):
+    """Return the loss of logits of classes."""
+    return nn.functional.cross_entropy(output, batch["labels"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,7 @@ class ZooModel:
     sparse_gradients: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
 
-    def seeded(self) -> nn.Module:
+    def seeded(self):
         """Return the model in training mode, equal in every process, with dropout probability 0."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(11)
@@ -72,23 +76,23 @@ class ZooModel:
                 module.p = 0.0
         return model.double() if self.double else model
 
-    def loss_of(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+    def loss_of(self, model, batch):
         """Run forward of the plain or boosted model and return the loss."""
         if self.double:
             batch = in_double(batch)
         return self.loss(model(**batch), batch)
 
-    def share(self, step: int, rank: int, samples: int) -> Batch:
+    def share(self, step, rank, samples):
         """Return a rank's samples of a step, all different."""
         return self.batch(torch.Generator().manual_seed(1000 * step + rank), samples)
 
-    def whole(self, step: int, world_size: int, samples: int) -> Batch:
+    def whole(self, step, world_size, samples):
         """Return the samples of all ranks of a step."""
         batches = [self.share(step, rank, samples) for rank in range(world_size)]
         return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def in_double(batch: Batch) -> Batch:
+def in_double(batch):
     """Return a batch with its floating-point tensors in fp64."""
     return {
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -96,7 +100,7 @@ def in_double(batch: Batch) -> Batch:
     }
 
 
-def _floats(output: Any) -> list[Tensor]:
+def _floats(output):
     """Return the floating-point tensors of an output that require gradients, in order."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() and output.requires_grad and output.dim() > 0 else []

@@ -1,24 +1,15 @@
 """torchrec recommenders: dense features, and bags of ids of any length that are looked up in embedding tables."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
 
 from model_zoo.registry import ZooModel
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from model_zoo.registry import Batch
-
 _DENSE, _DIM, _ROWS = 6, 8, 20
 _KEYS = ["user", "item", "place"]
 
 
-def _tables() -> Any:
+def _tables():
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     return EmbeddingBagCollection(
@@ -29,31 +20,29 @@ def _tables() -> Any:
     )
 
 
-def _dlrm() -> nn.Module:
+def _dlrm():
     from torchrec.models.dlrm import DLRM
 
-    model: nn.Module = DLRM(
+    return DLRM(
         embedding_bag_collection=_tables(),
         dense_in_features=_DENSE,
         dense_arch_layer_sizes=[16, _DIM],
         over_arch_layer_sizes=[8, 1],
     )
-    return model
 
 
-def _deepfm() -> nn.Module:
+def _deepfm():
     from torchrec.models.deepfm import SimpleDeepFMNN
 
-    model: nn.Module = SimpleDeepFMNN(
+    return SimpleDeepFMNN(
         num_dense_features=_DENSE,
         embedding_bag_collection=_tables(),
         hidden_layer_size=16,
         deep_fm_dimension=8,
     )
-    return model
 
 
-def _draw(generator: torch.Generator, samples: int) -> Batch:
+def _draw(generator, samples):
     """Return random dense features, bags of zero to three ids for each key, and click labels."""
     from torchrec import KeyedJaggedTensor
 
@@ -67,27 +56,14 @@ def _draw(generator: torch.Generator, samples: int) -> Batch:
     }
 
 
-def _of_logits(output: Tensor, batch: Batch) -> Tensor:
-    return binary_cross_entropy_with_logits(output, batch["clicked"])
+def _loss(function):
+    return lambda output, batch: function(output, batch["clicked"])
 
 
-def _of_probabilities(output: Tensor, batch: Batch) -> Tensor:
-    return binary_cross_entropy(output, batch["clicked"])
-
-
-MODELS = (
-    ZooModel(
-        name="torchrec/dlrm",
-        build=_dlrm,
-        batch=_draw,
-        loss=_of_logits,
-        needs=("fbgemm_gpu", "torchrec"),
-    ),
-    ZooModel(
-        name="torchrec/deepfm",
-        build=_deepfm,
-        batch=_draw,
-        loss=_of_probabilities,
-        needs=("fbgemm_gpu", "torchrec"),
-    ),
+MODELS = tuple(
+    ZooModel(name=f"torchrec/{name}", build=build, batch=_draw, loss=_loss(loss), needs=("fbgemm_gpu", "torchrec"))
+    for name, build, loss in (
+        ("dlrm", _dlrm, binary_cross_entropy_with_logits),
+        ("deepfm", _deepfm, binary_cross_entropy),
+    )
 )

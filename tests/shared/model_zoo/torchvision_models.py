@@ -1,56 +1,39 @@
 """Image classifiers of torchvision, with few layers and channels."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from model_zoo.fields import batch_of, normal, numbers
-from model_zoo.registry import ZooModel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from model_zoo.registry import Batch
+from model_zoo.registry import ZooModel, classified
 
 _CLASSES = 10
 
 
-def _of(kind: str, *arguments: Any, **settings: Any) -> Callable[[], nn.Module]:
+def _of(kind, *arguments, **settings):
     """Return a function that builds a model of torchvision."""
 
-    def build() -> nn.Module:
+    def build():
         from torchvision import models
 
-        model: nn.Module = getattr(models, kind)(*arguments, num_classes=_CLASSES, **settings)
-        return model
+        return getattr(models, kind)(*arguments, num_classes=_CLASSES, **settings)
 
     return build
 
 
-def _efficientnet() -> nn.Module:
+def _efficientnet():
     from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 
     layers = [MBConvConfig(1, 3, 1, 16, 8, 1), MBConvConfig(6, 3, 2, 8, 16, 1)]
-    model: nn.Module = EfficientNet(
-        layers, dropout=0.0, num_classes=_CLASSES, last_channel=32, stochastic_depth_prob=0.0
-    )
-    return model
+    return EfficientNet(layers, dropout=0.0, num_classes=_CLASSES, last_channel=32, stochastic_depth_prob=0.0)
 
 
-def _convnext() -> nn.Module:
+def _convnext():
     from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
     layers = [CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)]
-    model: nn.Module = ConvNeXt(layers, layer_scale=0.5, num_classes=_CLASSES)
-    return model
+    return ConvNeXt(layers, layer_scale=0.5, num_classes=_CLASSES)
 
 
-def _vgg() -> nn.Module:
+def _vgg():
     """Return VGG's features with a small head: the sizes of its own are fixed."""
     from torchvision.models.vgg import make_layers
 
@@ -58,22 +41,18 @@ def _vgg() -> nn.Module:
     return nn.Sequential(*make_layers([8, "M", 16, "M"]), *head)
 
 
-def _classified(output: Tensor, batch: Batch) -> Tensor:
-    return cross_entropy(output, batch["labels"])
-
-
-def _one(name: str, build: Callable[[], nn.Module], image: str = "x", **more: Any) -> ZooModel:
+def _one(name, build, image="x", **more):
     return ZooModel(
         name=f"torchvision/{name}",
         build=build,
         batch=batch_of(**{image: normal(3, 32, 32)}, labels=numbers(_CLASSES)),
-        loss=_classified,
+        loss=classified,
         needs=("torchvision",),
         **more,
     )
 
 
-_NORMALIZED: dict[str, Any] = {"double": True}
+_NORMALIZED = {"double": True}
 
 MODELS = (
     _one("resnet18", _of("resnet18")),

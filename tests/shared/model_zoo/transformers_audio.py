@@ -1,29 +1,20 @@
 """Audio models of transformers: Whisper, wav2vec 2.0, HuBERT."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from model_zoo.fields import batch_of, normal, numbers
-from model_zoo.registry import ZooModel, own_loss, weighted_outputs
-from model_zoo.transformers_build import from_config
+from model_zoo.fields import normal, numbers
+from model_zoo.transformers_build import of_transformers
 
 _VOCABULARY = 32
 _WORDS = numbers(_VOCABULARY, 6, low=3)
 _CLASSES = {"num_labels": 8}
 """More than the labels use: with evenly distributed labels, the gradients of biases cancel to rounding errors."""
-_WHISPER: dict[str, Any] = {
+_WHISPER = {
     "vocab_size": _VOCABULARY,
     "num_mel_bins": 8,
     "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_source_positions": 12,
-    "max_target_positions": 12,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64),
+    **dict.fromkeys(("max_source_positions", "max_target_positions"), 12),
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -33,7 +24,7 @@ _WHISPER: dict[str, Any] = {
     "apply_spec_augment": False,
     "use_cache": False,
 }
-_WAVES: dict[str, Any] = {
+_WAVES = {
     "vocab_size": _VOCABULARY,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -52,39 +43,33 @@ _WAVES: dict[str, Any] = {
 }
 
 
-def _whisper(name: str, model_class: str, *, more: Any = None, **fields: Any) -> ZooModel:
-    return ZooModel(
-        name=f"transformers/whisper{name}",
-        build=from_config("WhisperConfig", model_class, **_WHISPER, **(more or {})),
-        batch=batch_of(input_features=normal(8, 24), **fields),
-        loss=own_loss if "labels" in fields else weighted_outputs,
-        needs=("transformers",),
-    )
+def _whisper(name, suffix, more=None, **fields):
+    fields, settings = {"input_features": normal(8, 24), **fields}, {**_WHISPER, **(more or {})}
+    return of_transformers(f"transformers/whisper{name}", "Whisper", suffix, settings, fields)
 
 
-def _waves(family: str, name: str, suffix: str, *, more: Any = None, **fields: Any) -> ZooModel:
-    return ZooModel(
-        name=f"transformers/{family.lower()}{name}",
-        build=from_config(f"{family}Config", f"{family}{suffix}", **_WAVES, **(more or {})),
-        batch=batch_of(input_values=normal(400), **fields),
-        loss=own_loss if fields else weighted_outputs,
-        needs=("transformers",),
-        no_effect=("*k_proj.bias",),
-    )
-
-
-def _speech(family: str) -> tuple[ZooModel, ...]:
-    return (
-        _waves(family, "", "Model"),
-        _waves(family, "_ctc", "ForCTC", labels=_WORDS),
-        _waves(family, "_classification", "ForSequenceClassification", more=_CLASSES, labels=numbers(3)),
+def _speech(family):
+    return tuple(
+        of_transformers(
+            f"transformers/{family.lower()}{name}",
+            family,
+            suffix,
+            {**_WAVES, **more},
+            {"input_values": normal(400), **fields},
+            no_effect=("*k_proj.bias",),
+        )
+        for name, suffix, more, fields in (
+            ("", "Model", {}, {}),
+            ("_ctc", "ForCTC", {}, {"labels": _WORDS}),
+            ("_classification", "ForSequenceClassification", _CLASSES, {"labels": numbers(3)}),
+        )
     )
 
 
 MODELS = (
-    _whisper("", "WhisperModel", decoder_input_ids=_WORDS),
-    _whisper("_generation", "WhisperForConditionalGeneration", labels=_WORDS),
-    _whisper("_classification", "WhisperForAudioClassification", more=_CLASSES, labels=numbers(3)),
+    _whisper("", "Model", decoder_input_ids=_WORDS),
+    _whisper("_generation", "ForConditionalGeneration", labels=_WORDS),
+    _whisper("_classification", "ForAudioClassification", _CLASSES, labels=numbers(3)),
     *_speech("Wav2Vec2"),
     *_speech("Hubert"),
 )

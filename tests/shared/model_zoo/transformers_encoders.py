@@ -1,17 +1,12 @@
 """Encoders and encoder-decoders for text, of transformers: BERT, ALBERT, T5."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from model_zoo.fields import batch_of, numbers
-from model_zoo.registry import ZooModel, own_loss, weighted_outputs
-from model_zoo.transformers_build import from_config
+from model_zoo.fields import numbers
+from model_zoo.transformers_build import of_transformers
 
 _VOCABULARY, _LENGTH = 64, 8
 _TOKENS = numbers(_VOCABULARY, _LENGTH, low=3)
 _CLASSES = {"num_labels": 3}
-_BERT: dict[str, Any] = {
+_BERT = {
     "vocab_size": _VOCABULARY,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -19,8 +14,8 @@ _BERT: dict[str, Any] = {
     "intermediate_size": 64,
     "max_position_embeddings": 32,
 }
-_ALBERT: dict[str, Any] = {**_BERT, "embedding_size": 16, "num_hidden_layers": 3}
-_T5: dict[str, Any] = {
+_ALBERT = {**_BERT, "embedding_size": 16, "num_hidden_layers": 3}
+_T5 = {
     "vocab_size": _VOCABULARY,
     "d_model": 32,
     "d_kv": 8,
@@ -37,51 +32,36 @@ _SHIFTS = ("qa_outputs.bias", "bert.encoder.layer.1.output.LayerNorm.bias")
 _POSITIONS = {"start_positions": numbers(_LENGTH), "end_positions": numbers(_LENGTH)}
 
 
-def _heads(family: str, settings: dict[str, Any], sentence_label: str) -> tuple[ZooModel, ...]:
+def _heads(family, settings, sentence_label):
     """Return a family's base model and its heads."""
-    short = family.lower()
 
-    def one(name: str, suffix: str, more: Any = None, *, no_effect: tuple[str, ...] = (), **fields: Any) -> ZooModel:
-        return ZooModel(
-            name=f"transformers/{short}{name}",
-            build=from_config(f"{family}Config", f"{family}{suffix}", **settings, **(more or {})),
-            batch=batch_of(**{"input_ids": _TOKENS, **fields}),
-            loss=own_loss if fields else weighted_outputs,
-            needs=("transformers",),
-            no_effect=("*attention*.key.bias", *no_effect),
+    def one(name, suffix, fields, more=None, no_effect=()):
+        fields, more = {"input_ids": _TOKENS, **fields}, {**settings, **(more or {})}
+        no_effect = ("*attention*.key.bias", *no_effect)
+        return of_transformers(
+            f"transformers/{family.lower()}{name}", family, suffix, more, fields, no_effect=no_effect
         )
 
+    choices = {"input_ids": numbers(_VOCABULARY, 2, _LENGTH, low=3), "labels": numbers(2)}
     return (
-        one("", "Model"),
-        one("_pretraining", "ForPreTraining", labels=_TOKENS, **{sentence_label: numbers(2)}),
-        one("_masked_lm", "ForMaskedLM", labels=_TOKENS),
-        one("_classification", "ForSequenceClassification", _CLASSES, labels=numbers(3)),
-        one("_token_classification", "ForTokenClassification", _CLASSES, labels=numbers(3, _LENGTH)),
-        one("_question_answering", "ForQuestionAnswering", no_effect=_SHIFTS, **_POSITIONS),
-        one(
-            "_multiple_choice",
-            "ForMultipleChoice",
-            no_effect=("classifier.bias",),
-            input_ids=numbers(_VOCABULARY, 2, _LENGTH, low=3),
-            labels=numbers(2),
-        ),
+        one("", "Model", {}),
+        one("_pretraining", "ForPreTraining", {"labels": _TOKENS, sentence_label: numbers(2)}),
+        one("_masked_lm", "ForMaskedLM", {"labels": _TOKENS}),
+        one("_classification", "ForSequenceClassification", {"labels": numbers(3)}, _CLASSES),
+        one("_token_classification", "ForTokenClassification", {"labels": numbers(3, _LENGTH)}, _CLASSES),
+        one("_question_answering", "ForQuestionAnswering", _POSITIONS, no_effect=_SHIFTS),
+        one("_multiple_choice", "ForMultipleChoice", choices, no_effect=("classifier.bias",)),
     )
 
 
-def _t5(name: str, model_class: str, **fields: Any) -> ZooModel:
-    return ZooModel(
-        name=f"transformers/t5{name}",
-        build=from_config("T5Config", model_class, **_T5),
-        batch=batch_of(input_ids=_TOKENS, **fields),
-        loss=own_loss if "labels" in fields else weighted_outputs,
-        needs=("transformers",),
-    )
+def _t5(name, suffix, **fields):
+    return of_transformers(f"transformers/t5{name}", "T5", suffix, _T5, {"input_ids": _TOKENS, **fields})
 
 
 MODELS = (
     *_heads("Bert", _BERT, "next_sentence_label"),
     *_heads("Albert", _ALBERT, "sentence_order_label"),
-    _t5("", "T5Model", decoder_input_ids=_TOKENS),
-    _t5("_generation", "T5ForConditionalGeneration", labels=_TOKENS),
-    _t5("_encoder", "T5EncoderModel"),
+    _t5("", "Model", decoder_input_ids=_TOKENS),
+    _t5("_generation", "ForConditionalGeneration", labels=_TOKENS),
+    _t5("_encoder", "EncoderModel"),
 )

@@ -3,35 +3,26 @@
 They are not part of the zoo, which has one model of each kind for each plugin.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 from model_zoo import transformers_encoders as encoders
 from model_zoo import transformers_language as language
 from model_zoo import transformers_vision as vision
-from model_zoo.fields import batch_of, normal, numbers
-from model_zoo.registry import ZooModel, own_loss, weighted_outputs
-from model_zoo.transformers_build import from_config
+from model_zoo.fields import normal, numbers
+from model_zoo.transformers_build import of_transformers
 
 _LENGTH = 8
 _TOKENS = numbers(64, _LENGTH, low=3)
 _CLASSES = {"num_labels": 3}
-_HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+_HEADS = {
     "lm": ("ForCausalLM", {}, {"labels": _TOKENS}),
     "classification": ("ForSequenceClassification", _CLASSES, {"labels": numbers(3)}),
     "token_classification": ("ForTokenClassification", _CLASSES, {"labels": numbers(3, _LENGTH)}),
-    "question_answering": (
-        "ForQuestionAnswering",
-        {},
-        {"start_positions": numbers(_LENGTH), "end_positions": numbers(_LENGTH)},
-    ),
+    "question_answering": ("ForQuestionAnswering", {}, encoders._POSITIONS),
 }
 _ALL = tuple(_HEADS)
 _NO_QUESTIONS = _ALL[:3]
 _NO_TOKENS = ("lm", "classification", "question_answering")
 _SMALL = language._SIZES
-_FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+_FAMILIES = {
     "llama": ("Llama", _SMALL, _ALL),
     "mistral": ("Mistral", _SMALL, _ALL),
     "mixtral": ("Mixtral", language._MIXTURE, _ALL),
@@ -59,88 +50,61 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def _one(name: str, family: str, settings: dict[str, Any], head: str) -> ZooModel:
+def _one(name, family, settings, head):
     suffix, more, fields = _HEADS[head]
-    return ZooModel(
-        name=f"heads/{name}_{head}",
-        build=from_config(f"{family}Config", f"{family}{suffix}", **{**settings, **more}),
-        batch=batch_of(input_ids=_TOKENS, **fields),
-        loss=own_loss,
-        needs=("transformers",),
-        # Shifting all positions or keys equally has no effect, where keys are not rotated by their position.
-        no_effect=(
-            "*qa_outputs.bias",
-            *(("*k_proj.bias",) if family == "OPT" else ()),
-            *(("*decoder.final_layer_norm.bias", "*ln_f.bias") if "question" in head else ()),
-        ),
+    # Shifting all positions or keys equally has no effect, where keys are not rotated by their position.
+    no_effect = (
+        "*qa_outputs.bias",
+        *(("*k_proj.bias",) if family == "OPT" else ()),
+        *(("*decoder.final_layer_norm.bias", "*ln_f.bias") if "question" in head else ()),
     )
+    fields = {"input_ids": _TOKENS, **fields}
+    return of_transformers(f"heads/{name}_{head}", family, suffix, {**settings, **more}, fields, no_effect=no_effect)
 
 
 _T5 = encoders._T5
-_BLIP2 = vision._BLIP2
 
 MODELS = (
     *(_one(name, family, settings, head) for name, (family, settings, heads) in _FAMILIES.items() for head in heads),
     *(
-        ZooModel(
-            name=f"heads/t5_{name}",
-            build=from_config("T5Config", f"T5{suffix}", **{**_T5, "eos_token_id": 1, **settings}),
-            batch=batch_of(input_ids=_TOKENS, **fields),
-            loss=own_loss,
-            needs=("transformers",),
+        of_transformers(
+            f"heads/t5_{head}",
+            "T5",
+            suffix,
+            {**_T5, "eos_token_id": 1, **settings},
+            {"input_ids": _TOKENS, **fields},
             no_effect=("qa_outputs.bias",),
         )
-        for name, suffix, settings, fields in (
-            ("token_classification", "ForTokenClassification", _CLASSES, {"labels": numbers(3, _LENGTH)}),
-            (
-                "question_answering",
-                "ForQuestionAnswering",
-                {},
-                {"start_positions": numbers(_LENGTH), "end_positions": numbers(_LENGTH)},
-            ),
-        )
+        for head, (suffix, settings, fields) in _HEADS.items()
+        if head in ("token_classification", "question_answering")
     ),
-    ZooModel(
-        name="heads/t5_gated_generation",
-        build=from_config(
-            "T5Config",
-            "T5ForConditionalGeneration",
-            **{**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-        ),
-        batch=batch_of(input_ids=_TOKENS, labels=_TOKENS),
-        loss=own_loss,
-        needs=("transformers",),
+    of_transformers(
+        "heads/t5_gated_generation",
+        "T5",
+        "ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        {"input_ids": _TOKENS, "labels": _TOKENS},
     ),
-    ZooModel(
-        name="heads/blip2_t5",
-        build=from_config(
-            "Blip2Config",
-            "Blip2ForConditionalGeneration",
-            **{**_BLIP2, "text_config": {"model_type": "t5", **_T5}},
-        ),
-        batch=batch_of(
-            pixel_values=normal(3, 16, 16),
-            input_ids=vision._words_after_an_image,
-            labels=numbers(60, 6, low=3),
-        ),
-        loss=own_loss,
-        needs=("transformers",),
+    of_transformers(
+        "heads/blip2_t5",
+        "Blip2",
+        "ForConditionalGeneration",
+        {**vision._BLIP2, "text_config": {"model_type": "t5", **_T5}},
+        {
+            "pixel_values": normal(3, 16, 16),
+            "input_ids": vision._words_after_an_image,
+            "labels": numbers(60, 6, low=3),
+        },
         no_effect=("*key.bias",),
     ),
-    ZooModel(
-        name="heads/bert_next_sentence",
-        build=from_config("BertConfig", "BertForNextSentencePrediction", **encoders._BERT),
-        batch=batch_of(input_ids=_TOKENS, labels=numbers(2)),
-        loss=own_loss,
-        needs=("transformers",),
+    of_transformers(
+        "heads/bert_next_sentence",
+        "Bert",
+        "ForNextSentencePrediction",
+        encoders._BERT,
+        {"input_ids": _TOKENS, "labels": numbers(2)},
         no_effect=("*attention*.key.bias",),
     ),
-    ZooModel(
-        name="heads/llama_base",
-        build=from_config("LlamaConfig", "LlamaModel", **_SMALL),
-        batch=batch_of(input_ids=_TOKENS),
-        loss=weighted_outputs,
-        needs=("transformers",),
-    ),
+    of_transformers("heads/llama_base", "Llama", "Model", _SMALL, {"input_ids": _TOKENS}),
 )
-HEADS: dict[str, ZooModel] = {model.name: model for model in MODELS}
+HEADS = {model.name: model for model in MODELS}

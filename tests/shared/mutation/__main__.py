@@ -3,8 +3,6 @@
 ``--list`` shows the targets.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import csv
@@ -20,11 +18,10 @@ from mutation.targets import ROOT, TARGETS
 EQUIVALENT = Path(__file__).with_name("equivalent.csv")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
     parser.add_argument("targets", nargs="*", help="names of targets; all by default")
     parser.add_argument("--list", action="store_true", help="show the targets and the number of their mutants")
-    parser.add_argument("--report", type=Path, default=ROOT / "build" / "mutation", help="folder of the reports")
     parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) // 2))
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.targets) - TARGETS.keys())
@@ -36,13 +33,10 @@ def main() -> int:
         return 0
     os.chdir(ROOT)
     import_what_tests_need()
-    arguments.report.mkdir(parents=True, exist_ok=True)
-    failed = [name for name in arguments.targets or TARGETS if not _run(name, arguments.report, arguments.workers)]
+    failed = [name for name in arguments.targets or TARGETS if not _run(name, arguments.workers)]
     if failed:
-        print(
-            f"\nMutants survived in {', '.join(failed)}: see {arguments.report}. Write a test that fails with each, or"
-        )
-        print(f"list it in {EQUIVALENT.relative_to(ROOT)} with the reason why no test can.")
+        print(f"\nMutants survived in {', '.join(failed)}. Write a test that fails with each, or list it in")
+        print(f"{EQUIVALENT.relative_to(ROOT)} with the reason why no test can.")
     return 1 if failed else 0
 
 
@@ -54,37 +48,29 @@ def _read(name):
 
 
 def _equivalent(name):
-    """Return the mutants of a target that no test can find, because the program does the same with them, with reasons.
+    """Return the mutants of a target that no test can find, because the program does the same with them.
 
     One that is no mutant any more, or that a test finds, fails the session, so that the list stays short.
     """
     with EQUIVALENT.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["target"] == name]
-    return {(row["function"], row["line"], row["change"]): row["reason"] for row in rows}
+    return {(row["function"], row["line"], row["change"]) for row in rows}
 
 
-def _run(name, folder, num_workers):
-    """Run one target, write its report, and return whether each mutant is found or listed."""
+def _run(name, num_workers):
+    """Run one target, and return whether each mutant is found or listed."""
     tree, mutants = _read(name)
     begin = time.monotonic()
     survivors = [mutants[position] for position in survivors_of(TARGETS[name], mutants, tree, num_workers)]
     listed = _equivalent(name)
     missed = [mutant for mutant in survivors if mutant.key not in listed]
-    stale = listed.keys() - {mutant.key for mutant in survivors}
-    killed = len(mutants) - len(survivors)
-    summary = (
-        f"{len(mutants)} mutants, {killed} killed, {len(survivors) - len(missed)} equivalent, {len(missed)} missed"
-    )
-    print(f"{name}: {summary} ({time.monotonic() - begin:.0f} s)")
-    lines = [f"# {name}", "", f"`{TARGETS[name].module}`: {summary}.", ""]
+    stale = listed - {mutant.key for mutant in survivors}
+    counts = f"{len(mutants) - len(survivors)} killed, {len(survivors) - len(missed)} equivalent, {len(missed)} missed"
+    print(f"{name}: {len(mutants)} mutants, {counts} ({time.monotonic() - begin:.0f} s)")
     for mutant in missed:
-        lines += [f"- line {mutant.line}, missed: {mutant.key!r}"]
         print(f"  missed, line {mutant.line}: {mutant.source}\n    {mutant.key!r}")
     for key in sorted(stale):
-        lines += [f"- listed as equivalent, but found or gone: {key!r}"]
         print(f"  listed as equivalent, but found or gone: {key!r}")
-    lines += [f"- equivalent: {key!r}: {listed[key]}" for key in listed if key not in stale]
-    (folder / f"{name.replace('/', '-')}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return not missed and not stale
 
 

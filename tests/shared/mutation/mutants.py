@@ -9,12 +9,12 @@ import ast
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-_COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+_COMPARISONS = {
     ast.Lt: (ast.LtE, ast.GtE),
     ast.LtE: (ast.Lt, ast.Gt),
     ast.Gt: (ast.GtE, ast.LtE),
@@ -26,7 +26,7 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.In: (ast.NotIn,),  # codespell:ignore notin
     ast.NotIn: (ast.In,),  # codespell:ignore notin
 }
-_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+_OPERATORS = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
     ast.Mult: ast.FloorDiv,
@@ -78,13 +78,13 @@ class Mutant:
     number: int = 1
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self):
         """Tell this mutant from others of the module, without its line number: function, line and change."""
         ordinal = f" (#{self.number})" if self.number > 1 else ""
         return self.function, self.source, f"{self.before} -> {self.after}{ordinal}"
 
 
-def mutants_of(tree: ast.Module, text: str, functions: tuple[str, ...] = ()) -> list[Mutant]:
+def mutants_of(tree, text, functions=()):
     """Return the faults that can be planted in a module, in the order of its lines.
 
     Args:
@@ -98,7 +98,7 @@ def mutants_of(tree: ast.Module, text: str, functions: tuple[str, ...] = ()) -> 
         for mutant in found
         if not functions or any(f"{mutant.function}.".startswith(f"{name}.") for name in functions)
     ]
-    seen: Counter[tuple[str, str, str]] = Counter()
+    seen = Counter()
     numbered = []
     for mutant in sorted(chosen, key=lambda each: each.line):
         seen[mutant.key] += 1
@@ -107,10 +107,10 @@ def mutants_of(tree: ast.Module, text: str, functions: tuple[str, ...] = ()) -> 
 
 
 class _Finder:
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, lines):
         self._lines = lines
 
-    def children(self, node: ast.AST, function: str) -> Iterator[Mutant]:
+    def children(self, node, function):
         for field, value in ast.iter_fields(node):
             if field in _SKIPPED_FIELDS or (isinstance(node, ast.ClassDef) and field == "keywords"):
                 continue
@@ -125,7 +125,7 @@ class _Finder:
             if not isinstance(condition, (ast.Compare, ast.BoolOp, ast.UnaryOp)):
                 yield self._mutant(condition, ast.UnaryOp(ast.Not(), condition), put, function)
 
-    def _at(self, node: ast.AST, put: Callable[[ast.AST], None], function: str) -> Iterator[Mutant]:
+    def _at(self, node, put, function):
         if _computes_nothing(node):
             return
         for new in _replacements(node):
@@ -134,18 +134,18 @@ class _Finder:
             function = f"{function}.{node.name}" if function else node.name
         yield from self.children(node, function)
 
-    def _mutant(self, node: ast.AST, new: ast.AST, put: Callable[[ast.AST], None], function: str) -> Mutant:
+    def _mutant(self, node, new, put, function):
         ast.copy_location(new, node)
         ast.fix_missing_locations(new)
-        line = node.lineno  # type: ignore[attr-defined]
+        line = node.lineno
         return Mutant(function, line, self._lines[line - 1].strip(), _text(node), _text(new), partial(put, new))
 
 
-def _text(node: ast.AST) -> str:
+def _text(node):
     return " ".join(ast.unparse(node).split())
 
 
-def _computes_nothing(node: ast.AST) -> bool:
+def _computes_nothing(node):
     if isinstance(node, (ast.Assert, ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)):
         return True
     if isinstance(node, ast.Assign):
@@ -155,87 +155,61 @@ def _computes_nothing(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)  # a docstring
 
 
-def _replacements(node: ast.AST) -> Iterator[ast.AST]:
+def _replacements(node):  # noqa: C901, PLR0912 - a case for each kind of node
     """Yield what can take the place of a node, its conditions left out."""
-    for kind, function in _KINDS.items():
-        if isinstance(node, kind):
-            yield from function(node)
+    match node:
+        case ast.Compare():
+            for index, operator in enumerate(node.ops):
+                for other in _COMPARISONS[type(operator)]:
+                    yield ast.Compare(node.left, [*node.ops[:index], other(), *node.ops[index + 1 :]], node.comparators)
+        case ast.BoolOp():
+            yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+            for index in range(len(node.values)):
+                rest = [*node.values[:index], *node.values[index + 1 :]]
+                yield rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            yield ast.BinOp(node.left, _OPERATORS[type(node.op)](), node.right)
+        case ast.UnaryOp() if not isinstance(node.operand, ast.Constant):
+            yield _copied(node.operand)
+        case ast.Slice():
+            if node.lower is not None:
+                yield ast.Slice(None, node.upper, node.step)
+            if node.upper is not None:
+                yield ast.Slice(node.lower, None, node.step)
+        case ast.Constant():
+            yield from map(ast.Constant, _other_constants(node.value))
+        case ast.Call():
+            yield from _other_calls(node)
+        case ast.Return(value=None):
+            yield ast.Pass()
+        case ast.Return() if not (isinstance(node.value, ast.Constant) and node.value.value is None):
+            yield ast.Return(ast.Constant(None))
+        case ast.AugAssign():
+            yield ast.Pass()
+            if type(node.op) in _OPERATORS:
+                yield ast.AugAssign(node.target, _OPERATORS[type(node.op)](), node.value)
+        # Without an assignment to a name, the name would be missing, which any test finds.
+        case ast.Assign() if all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
+            yield ast.Pass()
+        case ast.Expr():
+            yield ast.Pass()
+        case ast.Continue():
+            yield from (ast.Pass(), ast.Break())
+        case ast.Break():
+            yield from (ast.Pass(), ast.Continue())
 
 
-def _compare(node: ast.Compare) -> Iterator[ast.AST]:
-    for index, operator in enumerate(node.ops):
-        for other in _COMPARISONS[type(operator)]:
-            yield ast.Compare(node.left, [*node.ops[:index], other(), *node.ops[index + 1 :]], node.comparators)
-
-
-def _bool_op(node: ast.BoolOp) -> Iterator[ast.AST]:
-    yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
-    for index in range(len(node.values)):
-        rest = [*node.values[:index], *node.values[index + 1 :]]
-        yield rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
-
-
-def _bin_op(node: ast.BinOp) -> Iterator[ast.AST]:
-    if type(node.op) in _OPERATORS:
-        yield ast.BinOp(node.left, _OPERATORS[type(node.op)](), node.right)
-
-
-def _unary_op(node: ast.UnaryOp) -> Iterator[ast.AST]:
-    if not isinstance(node.operand, ast.Constant):
-        yield _copied(node.operand)
-
-
-def _slice(node: ast.Slice) -> Iterator[ast.AST]:
-    if node.lower is not None:
-        yield ast.Slice(None, node.upper, node.step)
-    if node.upper is not None:
-        yield ast.Slice(node.lower, None, node.step)
-
-
-def _return(node: ast.Return) -> Iterator[ast.AST]:
-    if node.value is None:
-        yield ast.Pass()
-    elif not (isinstance(node.value, ast.Constant) and node.value.value is None):
-        yield ast.Return(ast.Constant(None))
-
-
-def _aug_assign(node: ast.AugAssign) -> Iterator[ast.AST]:
-    yield ast.Pass()
-    if type(node.op) in _OPERATORS:
-        yield ast.AugAssign(node.target, _OPERATORS[type(node.op)](), node.value)
-
-
-def _assign(node: ast.Assign) -> Iterator[ast.AST]:
-    # Without an assignment to a name, the name would be missing, which any test finds.
-    if all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
-        yield ast.Pass()
-
-
-def _expression_statement(_: ast.Expr) -> Iterator[ast.AST]:
-    yield ast.Pass()
-
-
-def _continue(_: ast.Continue) -> Iterator[ast.AST]:
-    yield from (ast.Pass(), ast.Break())
-
-
-def _break(_: ast.Break) -> Iterator[ast.AST]:
-    yield from (ast.Pass(), ast.Continue())
-
-
-def _constant(node: ast.Constant) -> Iterator[ast.AST]:
-    value = node.value
+def _other_constants(value):
     if isinstance(value, bool):
-        yield ast.Constant(not value)
-    elif isinstance(value, int):
-        yield from (ast.Constant(value + 1), ast.Constant(value - 1))
-    elif isinstance(value, float):
-        yield ast.Constant(value * 2 if value else 1.0)
-    elif isinstance(value, str):
-        yield ast.Constant(f"no {value}")
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value - 1]
+    if isinstance(value, float):
+        return [value * 2 if value else 1.0]
+    return [f"no {value}"] if isinstance(value, str) else []
 
 
-def _call(node: ast.Call) -> Iterator[ast.AST]:
+def _other_calls(node):
     if isinstance(node.func, ast.Name):
         if node.func.id in _NAMES:
             yield ast.Call(ast.Name(_NAMES[node.func.id], ast.Load()), node.args, node.keywords)
@@ -247,24 +221,7 @@ def _call(node: ast.Call) -> Iterator[ast.AST]:
         yield ast.Call(ast.Attribute(node.func.value, _NAMES[node.func.attr], ast.Load()), node.args, node.keywords)
 
 
-_KINDS: dict[type[ast.AST], Callable[[Any], Iterator[ast.AST]]] = {
-    ast.Compare: _compare,
-    ast.BoolOp: _bool_op,
-    ast.BinOp: _bin_op,
-    ast.UnaryOp: _unary_op,
-    ast.Slice: _slice,
-    ast.Constant: _constant,
-    ast.Call: _call,
-    ast.Return: _return,
-    ast.AugAssign: _aug_assign,
-    ast.Assign: _assign,
-    ast.Expr: _expression_statement,
-    ast.Continue: _continue,
-    ast.Break: _break,
-}
-
-
-def _conditions(node: ast.AST) -> Iterator[tuple[ast.expr, Callable[[ast.AST], None]]]:
+def _conditions(node):
     """Yield the conditions that a node depends on, each with a function that replaces it."""
     if isinstance(node, (ast.If, ast.While, ast.IfExp)):
         yield node.test, partial(setattr, node, "test")
@@ -273,6 +230,6 @@ def _conditions(node: ast.AST) -> Iterator[tuple[ast.expr, Callable[[ast.AST], N
             yield condition, partial(node.ifs.__setitem__, index)
 
 
-def _copied(node: ast.expr) -> ast.expr:
+def _copied(node):
     """Return another node of the same meaning, whose location may be changed."""
     return type(node)(**dict(ast.iter_fields(node)))

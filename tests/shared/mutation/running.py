@@ -1,7 +1,5 @@
 """Run a target's tests against mutants: in a fork for each, which has it before the module is imported."""
 
-from __future__ import annotations
-
 import gc
 import importlib.abc
 import importlib.machinery
@@ -13,17 +11,8 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    import ast
-    from collections.abc import Callable, Sequence
-    from types import CodeType
-
-    from mutation.mutants import Mutant
-    from mutation.targets import Target
 
 _PATIENCE = 4
 """How many times as long as without a mutant the tests may compute. A mutant that hangs is found."""
@@ -33,7 +22,7 @@ _WAITING_SECONDS = 1800
 _MEMORY_BYTES = 8 << 30
 
 
-def import_what_tests_need() -> None:
+def import_what_tests_need():
     """Import what takes long, and nothing of ours, so that forks have it."""
     import hypothesis
     import numpy  # noqa: F401, ICN001
@@ -55,7 +44,7 @@ def import_what_tests_need() -> None:
     gc.freeze()  # pytest collects all garbage, several times
 
 
-def survivors_of(target: Target, mutants: Sequence[Mutant], tree: ast.Module, num_workers: int) -> list[int]:
+def survivors_of(target, mutants, tree, num_workers):
     """Return the positions of the mutants with which all of the target's tests pass.
 
     Args:
@@ -74,7 +63,7 @@ def survivors_of(target: Target, mutants: Sequence[Mutant], tree: ast.Module, nu
         raise RuntimeError(msg)
     seconds = math.ceil((usage.ru_utime + usage.ru_stime) * _PATIENCE + _LEAST_SECONDS)
 
-    def plant_and_run(mutant: Mutant) -> int:
+    def plant_and_run(mutant):
         mutant.plant()
         sys.meta_path.insert(0, _Mutated(target, compile(tree, str(target.path), "exec", dont_inherit=True)))
         return _run_tests(target, seconds)
@@ -92,7 +81,7 @@ def survivors_of(target: Target, mutants: Sequence[Mutant], tree: ast.Module, nu
     return sorted(survivors)
 
 
-def _fork(function: Callable[[], int], log: int) -> int:
+def _fork(function, log):
     """Call a function in a fork that prints into a file, and ends with what it returns; return the fork's id."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -112,7 +101,7 @@ def _fork(function: Callable[[], int], log: int) -> int:
         os._exit(code)
 
 
-def _run_tests(target: Target, seconds: int) -> int:
+def _run_tests(target, seconds):
     """Run the target's tests up to the first that fails; the process ends if they compute for longer."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     present = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
@@ -129,12 +118,10 @@ def _run_tests(target: Target, seconds: int) -> int:
 class _Mutated(importlib.abc.MetaPathFinder):
     """Finds the mutant where a module is imported."""
 
-    def __init__(self, target: Target, code: CodeType) -> None:
+    def __init__(self, target, code):
         self._target, self._code = target, code
 
-    def find_spec(
-        self, fullname: str, path: object = None, target: object = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname, path=None, target=None):
         if fullname != self._target.module:
             return None
         loader = _Loader(fullname, str(self._target.path), self._code)
@@ -142,9 +129,9 @@ class _Mutated(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    def __init__(self, fullname: str, path: str, code: CodeType) -> None:
+    def __init__(self, fullname, path, code):
         super().__init__(fullname, path)
         self._code = code
 
-    def get_code(self, fullname: str) -> CodeType:
+    def get_code(self, fullname):
         return self._code

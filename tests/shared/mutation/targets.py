@@ -25,7 +25,7 @@ class Target:
     select: str = ""
 
     @property
-    def path(self) -> Path:
+    def path(self):
         """The module's source."""
         package, *rest = self.module.split(".")
         folder = ROOT / "packages" / package.replace("_", "-") / "src" / package

@@ -23,14 +23,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from sysconfig import get_path
-from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
 
 from booster_testing import run_on_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from datetime import timedelta
-
 
 NAME = "simulated"
 BACKEND = f"cpu:gloo,{NAME}:simccl"
@@ -45,13 +42,12 @@ class NotBuiltError(Exception):
     """Raised if the device can't be built; the message says why."""
 
 
-def build(folder: Path) -> str:
+def build(folder):
     """Return the path of the device's library; compile it into a folder unless it exists there.
 
     Raises:
         NotBuiltError: If there is no compiler, or it fails.
     """
-    import torch
     from torch.utils.cpp_extension import include_paths, library_paths
 
     compiler = shutil.which("g++") or shutil.which("clang++")
@@ -83,16 +79,11 @@ def build(folder: Path) -> str:
     return str(library)
 
 
-def load(library: str) -> None:
+def load(library):
     """Register the device and its collective backend with torch in this process; later calls do nothing."""
-    import torch
-    import torch.distributed as dist
-
     if torch._C._get_privateuse1_backend_name() == NAME:
         return
     spec = importlib.util.spec_from_file_location(_MODULE, library)
-    assert spec is not None
-    assert spec.loader is not None
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
     torch.utils.rename_privateuse1_backend(NAME)
@@ -101,23 +92,21 @@ def load(library: str) -> None:
     # As on CUDA, `Module.to` keeps the parameters, and so which of them are tied.
     torch.__future__.set_swap_module_params_on_conversion(True)
 
-    def make_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    def make_backend(store, rank, size, timeout):
         return native.SimulatedBackend(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 
     dist.Backend.register_backend("simccl", make_backend, devices=[NAME])
 
 
-def run_on_devices(function: Callable[..., Any], world_size: int, library: str, *args: Any, **kwargs: Any) -> list[Any]:
+def run_on_devices(function, world_size, library, *args, **kwargs):
     """Call `booster_testing.run_on_ranks` for ranks with a device each."""
     return run_on_ranks(function, world_size, *args, backend=BACKEND, prepare=partial(load, library), **kwargs)
 
 
-def _module() -> types.ModuleType:
+def _module():
     """Return the module ``torch.simulated``: the functions that torch expects of a device module, as ``torch.cuda``."""
-    import torch
-
-    ops: Any = torch.ops.simulated_device
-    module: Any = types.ModuleType(f"torch.{NAME}")
+    ops = torch.ops.simulated_device
+    module = types.ModuleType(f"torch.{NAME}")
     module.is_available = lambda: True
     module.is_initialized = lambda: True
     module.device_count = lambda: 1
@@ -146,20 +135,16 @@ def _module() -> types.ModuleType:
     return module
 
 
-def _total_bytes() -> int:
+def _total_bytes():
     """Return the size of the device's memory: a real one has some limit, too."""
-    import torch
-
-    limit: int = torch.ops.simulated_device.limit()
+    limit = torch.ops.simulated_device.limit()
     return 64 * 2**30 if limit < 0 else limit
 
 
 @contextlib.contextmanager
-def memory_limit(num_bytes: int) -> Iterator[None]:
+def memory_limit(num_bytes):
     """Limit the device's memory to ``num_bytes``; larger allocations raise ``torch.OutOfMemoryError``."""
-    import torch
-
-    ops: Any = torch.ops.simulated_device
+    ops = torch.ops.simulated_device
     before = ops.limit()
     ops.set_limit(num_bytes)
     try:
@@ -168,35 +153,26 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
         ops.set_limit(before)
 
 
-def bytes_moved() -> tuple[int, int]:
+def bytes_moved():
     """Return the number of bytes copied so far from host to device, and from device to host."""
-    import torch
-
-    ops: Any = torch.ops.simulated_device
-    return ops.bytes_to_device(), ops.bytes_to_host()
+    return torch.ops.simulated_device.bytes_to_device(), torch.ops.simulated_device.bytes_to_host()
 
 
-def max_memory_active() -> int:
+def max_memory_active():
     """Return the most bytes that could not be used for anything else, since the peak was reset.
 
     Beside allocated memory, that is memory which is freed, but was named to another stream by ``record_stream``: it is
     not used again before the host has seen that stream come as far, which the host that runs ahead sees late.
     """
-    import torch
-
-    ops: Any = torch.ops.simulated_device
-    return ops.max_memory_active()
+    return torch.ops.simulated_device.max_memory_active()
 
 
-def streams_made() -> int:
+def streams_made():
     """Return how many streams were made so far, those of communicators aside.
 
     CUDA hands out 32 in turn: whoever makes more shares them with streams that it must not wait for.
     """
-    import torch
-
-    ops: Any = torch.ops.simulated_device
-    return ops.streams_made()
+    return torch.ops.simulated_device.streams_made()
 
 
 @dataclass(frozen=True)
@@ -208,25 +184,16 @@ class Rates:
     link_bytes: float
 
 
-def start_timeline(rates: Rates) -> None:
+def start_timeline(rates):
     """Tell from now on when a device of these rates would begin and end each work; see ``timeline.h``."""
-    import torch
-
-    ops: Any = torch.ops.simulated_device
-    ops.start_timeline(rates.flops, rates.memory_bytes, rates.link_bytes)
+    torch.ops.simulated_device.start_timeline(rates.flops, rates.memory_bytes, rates.link_bytes)
 
 
-def host_works(seconds: float) -> None:
+def host_works(seconds):
     """Let the host compute for so long, during which it starts nothing."""
-    import torch
-
-    ops: Any = torch.ops.simulated_device
-    ops.host_works(seconds)
+    torch.ops.simulated_device.host_works(seconds)
 
 
-def times() -> tuple[float, float]:
+def times():
     """Return when the last work since `start_timeline` ends, and how long copies from and to the host take in all."""
-    import torch
-
-    ops: Any = torch.ops.simulated_device
-    return ops.times()
+    return torch.ops.simulated_device.times()

@@ -7,6 +7,7 @@ import pytest
 import simulated_device as sim
 import torch
 from device_smoke import CASES, STEPS, Run, train_plainly
+from matrix import matrix
 from simulated_device import NAME, run_on_devices
 from torch import nn
 
@@ -33,25 +34,13 @@ class Block(nn.Module):
         return x + self.down(inner * inner) * self.scale * self.shift.exp()
 
 
-def make_stack():
+def make_stack(change=None):
     torch.manual_seed(2)
     blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
     blocks[1].requires_grad_(requires_grad=False)
-    return nn.Sequential(*blocks).to(NAME)
-
-
-def offloaded(model):
-    enable_activation_offload(model)
-    return model
-
-
-def checkpointed(model):
-    enable_activation_checkpointing(model)
-    return model
-
-
-def checkpointed_on_host(model):
-    enable_activation_checkpointing(model, offload=True)
+    model = nn.Sequential(*blocks).to(NAME)
+    if change is not None:
+        change(model)
     return model
 
 
@@ -74,7 +63,7 @@ def step(model, steps=2):
 def compare_with_what_stays():
     plain, kept, peak = step(make_stack())
     moved = sim.bytes_moved()
-    gradients, kept_here, peak_here = step(offloaded(make_stack()))
+    gradients, kept_here, peak_here = step(make_stack(enable_activation_offload))
     assert_same_tensors(gradients, plain, EXACT)
     to_device, to_host = (after - before for after, before in zip(sim.bytes_moved(), moved, strict=True))
     return kept, peak, kept_here, peak_here, to_host // ACTIVATION, to_device // ACTIVATION
@@ -126,8 +115,8 @@ def test_parameters_that_an_inner_unit_gathers_stay(simulated_device):
 
 
 def compare_checkpoints():
-    plain, *_ = step(checkpointed(make_stack()))
-    gradients, kept, _ = step(checkpointed_on_host(make_stack()))
+    plain, *_ = step(make_stack(enable_activation_checkpointing))
+    gradients, kept, _ = step(make_stack(partial(enable_activation_checkpointing, offload=True)))
     assert_same_tensors(gradients, plain, EXACT)
     return kept
 
@@ -139,7 +128,7 @@ def test_inputs_of_checkpointed_modules_are_on_the_host(simulated_device):
 
 def use_in_other_ways():
     """Backward twice, a graph that is dropped, an input changed in place, evaluation, and a model that is restored."""
-    model = offloaded(make_stack())
+    model = make_stack(enable_activation_offload)
     x = torch.ones(BATCH, WIDTH, device=NAME)
     before = torch.simulated.memory_allocated()
     loss = model(x).square().mean()
@@ -191,14 +180,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        pytest.param(name, change, marks=[] if (name, change) == ("gemini", "offload") else pytest.mark.slow)
-        for name in PLUGINS
-        for change in CHANGES
-    ],
-)
+@matrix(["gemini-offload"], 1, name=PLUGINS, change=CHANGES)
 def test_plugins_train_with_activations_elsewhere(name, change, simulated_device):
     case = CASES[name]
     limits = {"timeout_seconds": 240.0, "group_timeout_seconds": 120.0}

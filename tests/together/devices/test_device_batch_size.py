@@ -127,6 +127,15 @@ def test_what_cannot_be_tried_is_refused_on_every_rank(name, error, message, opt
     run_on_devices(refuse, 2, simulated_device, CASES[name], error, message, **options)
 
 
+def find_by(case, own_step, precision="fp32"):
+    """Return what is found by a step, and the numbers that it has noted."""
+    noted.clear()
+    return find_batch_size(FUNCTIONS, START, booster=case.make_booster(NAME, precision), step=own_step), [*noted]
+
+
+noted = []
+
+
 def fail_in_a_library(booster, model, optimizer, batch):
     if len(batch["labels"]) > 12 and DistCoordinator().rank == 1:
         msg = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -134,31 +143,19 @@ def fail_in_a_library(booster, model, optimizer, batch):
     step(booster, model, optimizer, batch)
 
 
-def find_without_memory_for_libraries(case):
-    return find_batch_size(FUNCTIONS, START, booster=case.make_booster(NAME), step=fail_in_a_library)
-
-
 def test_memory_that_a_library_lacks_is_lacking_too(simulated_device):
-    assert run_on_devices(find_without_memory_for_libraries, 2, simulated_device, CASES["ddp"]) == [(12, 2)] * 2
+    for found, _ in run_on_devices(find_by, 2, simulated_device, CASES["ddp"], fail_in_a_library):
+        assert found == (12, 2)
 
 
 def overflow(booster, model, optimizer, batch):
     booster.backward(model(**batch).loss * float("nan"), optimizer)
     optimizer.step()
-    sizes.append(len(optimizer.state))
+    noted.append(len(optimizer.state))
     optimizer.zero_grad()
 
 
-sizes = []
-
-
-def find_under_fp16(case):
-    sizes.clear()
-    found = find_batch_size(FUNCTIONS, START, booster=case.make_booster(NAME, "fp16"), step=overflow)
-    return found, min(sizes)
-
-
 def test_values_that_mean_nothing_skip_no_step_under_a_loss_scale(simulated_device):
-    for found, num_states in run_on_devices(find_under_fp16, 2, simulated_device, CASES["zero 1"]):
+    for found, sizes in run_on_devices(find_by, 2, simulated_device, CASES["zero 1"], overflow, "fp16"):
         assert found == (START, 1)
-        assert num_states > 0
+        assert min(sizes) > 0

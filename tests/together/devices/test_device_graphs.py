@@ -1,5 +1,6 @@
 """CUDA graphs: a replay would repeat kernels without a plugin's Python, so calls refuse to be captured."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -15,8 +16,18 @@ from booster_core.errors import ConfigError
 PLUGINS = ("ddp", "fsdp", "zero 1", "gemini", "pipeline")
 
 
-def call_in_a_capture(case):
-    """Call everything while the stream seems to be captured, and return the losses of a training around that."""
+@contextlib.contextmanager
+def capturing():
+    """Let the stream seem to be captured."""
+    with (
+        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+    ):
+        yield
+
+
+def train(case, calls_in_captures):
+    """Return the losses of a training; everything may be called in captures in between."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     options = {name: value for name, value in case.options.items() if name not in ("pp_size", "num_microbatches")}
@@ -26,18 +37,15 @@ def call_in_a_capture(case):
     losses = []
     for _ in range(3):
         loss = model(x).square().mean()
-        with (
-            mock.patch.object(torch.cuda, "is_initialized", return_value=True),
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        ):
-            for call in (
-                lambda: model(x),
-                lambda loss=loss: booster.backward(loss, optimizer),
-                lambda: optimizer.clip_grad_by_norm(1.0),
-                optimizer.step,
-            ):
-                with pytest.raises(ConfigError, match="while a CUDA graph is captured"):
-                    call()
+        calls = (
+            lambda: model(x),
+            lambda loss=loss: booster.backward(loss, optimizer),
+            lambda: optimizer.clip_grad_by_norm(1.0),
+            optimizer.step,
+        )
+        for call in calls if calls_in_captures else ():
+            with capturing(), pytest.raises(ConfigError, match="while a CUDA graph is captured"):
+                call()
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -47,18 +55,8 @@ def call_in_a_capture(case):
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_calls_in_a_capture_raise_and_change_nothing(name, simulated_device):
-    (losses,) = run_on_devices(call_in_a_capture, 1, simulated_device, CASES[name])
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = []
-    for _ in range(3):
-        loss = model(torch.ones(2, 4)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(float(loss.detach()))
-    assert losses == pytest.approx(expected, rel=1e-5)
+    captured, plain = (run_on_devices(train, 1, simulated_device, CASES[name], each) for each in (True, False))
+    assert captured == plain
 
 
 def gather_in_a_capture():
@@ -71,8 +69,7 @@ def gather_in_a_capture():
     with torch.no_grad():
         expected = layer(x).tolist()
         with (
-            mock.patch.object(torch.cuda, "is_initialized", return_value=True),
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+            capturing(),
             pytest.raises(ConfigError, match="`gather of parameters` was called while a CUDA graph is captured"),
         ):
             layer(x)

@@ -1,7 +1,5 @@
 """`offload_states` and `reload_states`, on the CPU and on the simulated accelerator, whose memory is counted."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

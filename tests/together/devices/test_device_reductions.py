@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from simulated_device import NAME, run_on_devices
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from booster_core import Booster
 from booster_core.precision import PrecisionPolicy
@@ -31,10 +32,10 @@ SMALL = 2.0**-9
 """Is lost where it is added to 1 in bf16, and kept in fp32."""
 
 
-def described_and_averaged(name, device, precision):
+def described_and_averaged(name, device, precision, **options):
     """Return what `describe` says of the sum of two ranks' gradients, 1 and `SMALL`, and their average."""
     model = nn.Linear(1, 16, bias=False)
-    booster = Booster(device, precision, PLUGINS[name]())
+    booster = Booster(device, precision, PLUGINS[name](**options))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.tensor([[1.0 if dist.get_rank() == 0 else SMALL]], device=device)
     booster.backward(model(x).float().sum(), optimizer)
@@ -47,6 +48,8 @@ def described_and_averaged(name, device, precision):
 def all_described(device, narrow_too):
     narrow = PrecisionPolicy(compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     found = {(name, "bf16"): described_and_averaged(name, device, "bf16") for name in PLUGINS}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    found["fsdp", "torch's policy"] = described_and_averaged("fsdp", device, None, mixed_precision=policy)
     return found | {(name, "narrow"): described_and_averaged(name, device, narrow) for name in narrow_too}
 
 

@@ -5,7 +5,6 @@ import gc
 import torch
 from device_smoke import Case
 from matrix import matrix
-from rank_sums import Summed
 from simulated_device import NAME, run_on_devices, streams_made
 from torch import nn
 
@@ -53,6 +52,23 @@ def test_streams_are_made_once_and_pools_stay_small(name, simulated_device):
         assert streams[-1] <= MOST_STREAMS.get(name, 4), f"{streams[-1]} streams"
         assert reserved[-1] == reserved[1], f"memory that pools hold after each two steps: {reserved}"
         assert reserved[-1] <= 1.25 * allocated, f"{reserved[-1]} bytes in pools, {allocated} at the peak"
+
+
+class Summed(torch.autograd.Function):
+    """A sum over the ranks of a group within one process, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, value, rank):
+        ctx.rank = rank
+        total = value.clone()
+        rank.all_reduce(total).wait()
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        ctx.rank.all_reduce(total).wait()
+        return total, None
 
 
 def ranks_within_the_process():

@@ -3,25 +3,20 @@
 `nox -s models -- families` measures all cells and writes them to docs/families.md; the default run takes a few.
 """
 
-from __future__ import annotations
-
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from family_cells import COLUMNS as SPLIT
-from vision_cells import COLUMNS, measure_vision
-from vision_models import VISION_MODELS, build_vision, vision_batch
-from zoo_results import read_cell, write_cell
+from vision_cells import BATCHES, COLUMNS, differences, measure_vision
+from vision_models import VISION_MODELS, vision_batch
+from zoo_results import cell_of
 
-from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
-from booster_tools.verification.losses import Losses, loss_of_outputs
-from booster_tools.verification.run import compare_with_one_process
 
-RESULTS = os.environ.get("BOOSTER_FAMILIES_RESULTS")
+RESULTS = Path(os.environ["BOOSTER_FAMILIES_RESULTS"], "vision") if "BOOSTER_FAMILIES_RESULTS" in os.environ else None
 """The folder in which `nox -s models -- families` collects cells; those that are in it are not measured again."""
 DEFAULT = {
     ("qwen3_vl", "split_gather"),
@@ -31,6 +26,8 @@ DEFAULT = {
     ("gemma3", "fsdp"),
 }
 """The cells of the default run: features of images that are added between layers, stages, units that a rank lacks."""
+QUICK = {("gemma3", "pp"): ("both",)}
+"""Kinds of batches where these are not all; other models have all of them each night."""
 ALL_EXACT = ("gemma3", "qwen3_vl")
 
 
@@ -43,32 +40,17 @@ ALL_EXACT = ("gemma3", "qwen3_vl")
     ],
 )
 def test_vision_model_equals_one_process_or_is_refused(name, column):
-    folder = Path(RESULTS or "") / "vision"
-    cell = read_cell(folder, name, column) if RESULTS else None
-    if cell is None:
-        cell, text = measure_vision(name, column)
-        if RESULTS:
-            write_cell(folder, name, column, cell)
-            if cell.state in ("wrong", "crash"):
-                (folder / f"{name}.{column}.txt").write_text(text, encoding="utf-8")
+    kinds = BATCHES if RESULTS else QUICK.get((name, column), BATCHES)
+    cell = cell_of(RESULTS, name, column, partial(measure_vision, kinds=kinds))
     # Under fsdp, units differ between ranks in a step; layers of some models can't be split.
     assert cell.state in (["exact"] if name in ALL_EXACT and column != "fsdp" else ["exact", "refused", "refused late"])
 
 
-def differences(column, with_images):
+def differences_of_qwen(column, with_images):
     batch = vision_batch("qwen3_vl", with_images, length=8)  # as many positions as a head has features
-
-    def make():
-        torch.manual_seed(20)
-        model = build_vision("qwen3_vl")
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    plugin = HybridParallelPlugin(**SPLIT[column], example_batch=batch)
-    losses = Losses.by_criterion(loss_of_outputs)
-    found = compare_with_one_process(Booster(plugin=plugin), make, losses, [batch], 1, what="verify")
-    return [str(each) for each in found if not each.is_explained]
+    return differences("qwen3_vl", HybridParallelPlugin(**SPLIT[column], example_batch=batch), [batch])
 
 
 @pytest.mark.parametrize(("column", "with_images"), [("ulysses", (True, True)), ("ring", (True, False))])
 def test_sequences_may_be_as_long_as_heads_are_wide(column, with_images):
-    assert run_on_ranks(differences, 2, column, with_images)[0] == []
+    assert run_on_ranks(differences_of_qwen, 2, column, with_images)[0] == []
