@@ -1,14 +1,14 @@
-"""Replicas of shards: when gradients are averaged over them, in which order, how often, and to which values."""
+"""Replicas of shards: when gradients are averaged over them, in which order and how often.
+
+The conformance kit has their values.
+"""
 
 import contextlib
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting
-from driven_runs import assert_same_loop
-from matrix import matrix
+from cases import Setting
 from torch import nn
 
 from booster_gemini import GeminiPlugin
@@ -91,43 +91,3 @@ def test_accumulated_gradients_are_averaged_over_replicas_once(plugin, reduction
     for order in run_on_ranks(order_of_a_step, RANKS, plugin, 3):
         assert order.count("average") == DEPTH
         assert order.count("reduce") == reductions * DEPTH
-
-
-ROUNDS = {
-    "one": [("synced",)],
-    "accumulated": [("no_sync", "no_sync", "synced"), ("no_sync", "synced")],
-    "several, each synced": [("synced", "synced"), ("synced", "synced", "synced")],
-    "synced, then accumulated": [("synced", "no_sync", "synced"), ("synced", "no_sync")],
-    "all accumulated": [("no_sync", "no_sync")],
-    "looked at in between": [("synced", "look", "synced", "look", "no_sync", "look")],
-}
-
-
-def accumulate(run, rounds):
-    number = 0
-    for step in (*rounds, *rounds):
-        for kind in step:
-            if kind == "look":
-                run.gradients()
-                continue
-            number += 1
-            with run.no_sync() if kind == "no_sync" else contextlib.nullcontext():
-                run.backward(run.loss(number))
-        run.step()
-
-
-def squares(outputs, _):
-    return outputs.square().sum()
-
-
-def momentum(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-CASE = Case(build=make_model, batch=samples, loss=squares, optimizer=momentum)
-
-
-@matrix(["stage 2", "gemini"], plugin=PLUGINS)
-def test_gradients_equal_one_process_however_they_accumulate(plugin):
-    for rounds in ROUNDS.values():
-        assert_same_loop(partial(accumulate, rounds=rounds), CASE, PLUGINS[plugin])

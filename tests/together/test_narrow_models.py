@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from matrix import matrix
-from plugin_runs import RUNS, backward, runs, step
+from plugin_runs import RUNS, backward, runs
 from torch import nn
 
 from booster_core import Booster, PrecisionPolicy
@@ -223,25 +223,8 @@ def test_models_of_one_booster_have_formats_of_their_own(name):
         assert is_unscaled
         lines = [each for each in described.splitlines() if each.startswith("precision")]
         assert len(lines) == 3
+        assert "(frozen ones bf16)" in described
         assert sum("compute bf16" in each for each in lines) == 1
-
-
-def adapters_on_a_narrow_base(name):
-    peft = pytest.importorskip("peft")
-    booster = PLUGINS[name].make_booster()
-    model = booster.enable_lora(make_model(torch.bfloat16), lora_config=peft.LoraConfig(target_modules=["q_proj"]))
-    model, optimizer, *_ = booster.boost(model, adamw(model))
-    step(booster, model, optimizer, batch_of(0))
-    return {each: parameter.dtype for each, parameter in model.named_parameters()}, booster.describe()
-
-
-@pytest.mark.parametrize("name", ["single", "ddp", "zero1"])
-def test_adapters_in_fp32_leave_a_narrow_base_as_it_is(name):
-    for formats, described in on_ranks(adapters_on_a_narrow_base, name):
-        adapters = {dtype for each, dtype in formats.items() if "lora_" in each}
-        assert adapters == {torch.float32}
-        assert {dtype for each, dtype in formats.items() if "lora_" not in each} == {torch.bfloat16}
-        assert "param fp32 (frozen ones bf16)" in described
 
 
 def test_an_explicit_policy_leaves_each_parameter_as_it_is():

@@ -26,10 +26,8 @@ PLUGINS = {
 }
 UNUSED = {
     "nowhere": lambda layer, step, rank: layer == 5,
-    "nowhere, several": lambda layer, step, rank: layer in (2, 5, 11),
     "on one rank": lambda layer, step, rank: layer == 5 and rank == 1,
     "from a step on": lambda layer, step, rank: layer == 5 and step > 0,
-    "until a step": lambda layer, step, rank: layer == 5 and step < 2,
     "now and then": lambda layer, step, rank: layer == 5 and (step + rank) % 2 == 1,
 }
 
