@@ -66,34 +66,18 @@ def test_a_step_before_the_last_micro_batch_raises():
         optimizer.step()
 
 
-def _call_as_in_accelerate():
+@on_ranks(1)
+def test_accumulation_that_cannot_be_right_raises():
     booster, model, _ = _boosted()
-    with accumulate(booster, model):
+    for arguments, message in (
+        ((), "needs the number of micro-batches of a step"),
+        ((2, DataLoader([1, 2])), "how many batches the `dataloader` has left"),
+    ):
+        with pytest.raises(ConfigError, match=message), accumulate(booster, model, *arguments):
+            pass
+    inner = pytest.raises(ConfigError, match="is active already")
+    with accumulate(booster, model, steps=2), inner, accumulate(booster, model, steps=2):
         pass
-
-
-def _nest():
-    booster, model, _ = _boosted()
-    with accumulate(booster, model, steps=2), accumulate(booster, model, steps=2):
-        pass
-
-
-def _accumulate_over_another_loader():
-    booster, model, _ = _boosted()
-    with accumulate(booster, model, 2, DataLoader([1, 2])):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (_call_as_in_accelerate, "needs the number of micro-batches of a step"),
-        (_nest, "is active already"),
-        (_accumulate_over_another_loader, "how many batches the `dataloader` has left"),
-    ],
-)
-def test_accumulation_that_cannot_be_right_raises(call, message):
-    expect_on_ranks(ConfigError, message, call, 1)
 
 
 def _train_batch_in_block(plugin_class, position, steps):
@@ -156,12 +140,9 @@ def test_each_of_several_loaders_is_split():
         assert sorted(both[0] + both[1]) == list(range(number))
 
 
-def _wrong_loader():
-    Booster(plugin=ReferencePlugin()).boost(make_model(), dataloader=(DataLoader([1, 2]), [1, 2]))
-
-
+@raises_on_ranks(TypeError, "torch.utils.data.DataLoader", 2)
 def test_what_is_no_loader_among_several_raises_on_every_rank():
-    assert all(expect_on_ranks(TypeError, "torch.utils.data.DataLoader", _wrong_loader, 2))
+    Booster(plugin=ReferencePlugin()).boost(make_model(), dataloader=(DataLoader([1, 2]), [1, 2]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,13 +197,6 @@ def test_loaders_place_batches_unless_told_not_to():
     assert [batch["x"].tolist() for batch in found[1]] == [[float(rank)]] * 3
 
 
-def _reduce_wrongly(kind):
-    booster = Booster(plugin=ReferencePlugin())
-    rank = booster.context.coordinator.rank
-    values = {"text": "text", "shapes": torch.ones(2 + rank), "structure": {str(rank): 1.0}, "reduction": 1.0}[kind]
-    reduce(booster, values, "max" if kind == "reduction" else "mean")
-
-
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
@@ -232,5 +206,10 @@ def _reduce_wrongly(kind):
         ("reduction", ConfigError, "neither 'mean' nor 'sum'"),
     ],
 )
+@on_ranks(2)
 def test_values_that_cannot_be_reduced_raise_on_every_rank(kind, error, message):
-    assert all(expect_on_ranks(error, message, _reduce_wrongly, 2, kind))
+    booster = Booster(plugin=ReferencePlugin())
+    rank = booster.context.coordinator.rank
+    values = {"text": "text", "shapes": torch.ones(2 + rank), "structure": {str(rank): 1.0}, "reduction": 1.0}[kind]
+    with pytest.raises(error, match=message):
+        reduce(booster, values, "max" if kind == "reduction" else "mean")

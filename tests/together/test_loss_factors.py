@@ -257,7 +257,9 @@ def test_models_that_share_a_loss_have_one_loss_scale(plugin, passed):
         torch.testing.assert_close(gradient, plain.grad, rtol=0.02, atol=2e-4)
 
 
-def clipped_together(plugin):
+@matrix(1, plugin=list(PLUGINS))
+@on_ranks(ranks_of)
+def test_gradients_of_two_models_are_clipped_by_their_joint_norm(plugin):
     booster = Booster("cpu", "fp32", PLUGINS[plugin]())
     (first, of_first), (second, of_second) = boosted(booster, 0), boosted(booster, 1)
     booster.backward(second(first(rows(1))).square().mean(), [of_first, of_second])
@@ -265,17 +267,10 @@ def clipped_together(plugin):
     found = [*gradients(booster, first).values(), *gradients(booster, second).values()]
     of_first.step()
     of_second.step()
-    return norm, found
-
-
-@matrix(1, plugin=list(PLUGINS))
-def test_gradients_of_two_models_are_clipped_by_their_joint_norm(plugin):
     clipped = plain_pair()
-    norm = nn.utils.clip_grad_norm_(clipped, 0.05)
-    for found_norm, found in run_on_ranks(clipped_together, ranks_of(plugin), plugin):
-        torch.testing.assert_close(found_norm, norm)
-        for gradient, plain in zip(found, clipped, strict=True):
-            torch.testing.assert_close(gradient, plain.grad)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(clipped, 0.05))
+    for gradient, plain in zip(found, clipped, strict=True):
+        torch.testing.assert_close(gradient, plain.grad)
 
 
 def test_one_optimizer_of_two_models_is_refused_with_the_ways_that_work():

@@ -9,13 +9,14 @@ from functools import partial
 from unittest import mock
 
 import torch
+from ranked import raises_on_ranks
 from torch import nn
 from torch.nn import functional
 
 from booster_core.errors import ConfigError, GradientError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.probe.probe import CheckedPolicy
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_tools import TrainingFunctions, verify
 
 WIDTH = 8
@@ -89,12 +90,9 @@ def weighted(outputs, batch):
     return (losses * batch["weights"][batch["y"]]).mean()
 
 
-def verify_weighted():
+@raises_on_ranks(GradientError, r"gradient 'layers\.\d\.(weight|bias)' at step 1", 2)
+def test_class_weights_that_microbatches_cut_are_found():
     policy = ShardingPolicy(layers=("layers",))
     plugin = HybridParallelPlugin(pp_size=2, custom_policy=policy, example_batch=drawn(2, WIDTH))
     layer = partial(nn.Linear, WIDTH, WIDTH)
     verify(TrainingFunctions(partial(build, layer), with_class_weights, weighted), plugin).check()
-
-
-def test_class_weights_that_microbatches_cut_are_found():
-    expect_on_ranks(GradientError, r"gradient 'layers\.\d\.(weight|bias)' at step 1", verify_weighted, 2)
