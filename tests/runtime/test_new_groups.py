@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks
 from torch.distributed import distributed_c10d
 
 from booster_runtime.collectives import new_groups
@@ -43,15 +45,12 @@ def test_each_rank_makes_its_own_group_along_each_axis():
     assert {(name, total) for *_, name, total in found} == {(found[0][3], 6)}
 
 
-def with_ranks_outside():
-    dist.new_group([0, 1])  # torch then knows of more groups on some ranks than on others
-    group = new_groups([[0, 1], [3]])
-    later = new_groups([[0, 3], [1, 2]])
-    return None if group is None else sum_of_ranks(group), sum_of_ranks(later)
-
-
+@on_ranks(4)
 def test_a_rank_may_be_in_no_group():
-    assert run_on_ranks(with_ranks_outside, 4) == [(1, 3), (1, 3), (None, 3), (3, 3)]
+    dist.new_group([0, 1])  # torch then knows of more groups on some ranks than on others
+    group, later = new_groups([[0, 1], [3]]), new_groups([[0, 3], [1, 2]])
+    found = None if group is None else sum_of_ranks(group), sum_of_ranks(later)
+    assert found == [(1, 3), (1, 3), (None, 3), (3, 3)][dist.get_rank()]
 
 
 def with_one_color(are_alike):
@@ -75,13 +74,7 @@ def test_groups_that_a_split_could_not_tell_apart_are_made_one_after_the_other(a
     assert found[3][1] == ([[0, 1], [2, 3]] if are_alike else [[2, 3]])
 
 
-def with_barriers(variable):
-    os.environ[variable] = "1"
-    try:
-        return sum_of_ranks(new_groups([[0, 1], [2, 3]]))
-    finally:
-        del os.environ[variable]
-
-
+@on_ranks(4)
 def test_with_torchs_barrier_after_each_group_every_rank_makes_all():
-    assert run_on_ranks(with_barriers, 4, "TORCH_DIST_INIT_BARRIER") == [1, 1, 5, 5]
+    with mock.patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
+        assert sum_of_ranks(new_groups([[0, 1], [2, 3]])) == [1, 1, 5, 5][dist.get_rank()]

@@ -53,26 +53,20 @@ def boost(dataloader):
     return booster, booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1), dataloader=dataloader)
 
 
-def evaluate(is_stream, how):
+@pytest.mark.parametrize(("is_stream", "how"), [(False, "boost"), (True, "boost"), (False, "prepare_dataloader")])
+@on_ranks(2)
+def test_an_evaluation_counts_each_sample_once_in_order(is_stream, how):
     data = FeatureStream() if is_stream else Features()
     booster, (model, _, _, loader, _) = boost(DataLoader(data, batch_size=4) if how == "boost" else None)
     if loader is None:
         loader = booster.prepare_dataloader(data, 4)
     model.eval()
-    gathered = []
     with torch.no_grad():
-        for indices, x in loader:
-            gathered.append(gather_for_metrics(booster, {"indices": indices, "scores": model(x)}, loader))
-    return {name: torch.cat([each[name] for each in gathered]) for name in ("indices", "scores")}
-
-
-@pytest.mark.parametrize(("is_stream", "how"), [(False, "boost"), (True, "boost"), (False, "prepare_dataloader")])
-def test_an_evaluation_counts_each_sample_once_in_order(is_stream, how):
-    with torch.no_grad():
+        gathered = [gather_for_metrics(booster, (indices, model(x)), loader) for indices, x in loader]
         expected = model_of()(torch.stack([Features()[index][1] for index in range(COUNT)]))
-    for values in run_on_ranks(evaluate, 2, is_stream, how):
-        assert values["indices"].tolist() == list(range(COUNT))
-        torch.testing.assert_close(values["scores"], expected)
+    indices, scores = (torch.cat(each) for each in zip(*gathered, strict=True))
+    assert indices.tolist() == list(range(COUNT))
+    torch.testing.assert_close(scores, expected)
 
 
 @raises_on_ranks(ConfigError, r"shape \(1,\) has not one value per sample", 2)
