@@ -24,11 +24,19 @@ def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch
     assert_accumulates("reference", kind)
 
 
-def _accumulated_in_pipeline(joins):
+@pytest.mark.parametrize("joins", [False, True])
+@on_ranks(2)
+def test_losses_of_a_pipeline_are_divided_by_the_micro_batches(joins):
     """Take two steps of two micro-batches, the same on both ranks, in a pipeline."""
-    booster, model = Booster(plugin=ReferencePipelinePlugin()), make_model()
+    (x, _), plain, model = make_data(), make_model(), make_model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for start in (0, 2 * PER_BATCH):
+        plain(x[start : start + 2 * PER_BATCH]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    booster = Booster(plugin=ReferencePipelinePlugin())
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = [{"input": part} for part in make_data()[0].split(PER_BATCH)][:4]
+    batches = [{"input": part} for part in x.split(PER_BATCH)][:4]
     source = join(booster, batches) if joins else iter(batches)
     for _ in range(4):
         with accumulate(booster, model, STEPS) as is_last:
@@ -36,20 +44,8 @@ def _accumulated_in_pipeline(joins):
         if is_last:
             optimizer.step()
             optimizer.zero_grad()
-    return whole_model(booster, model)
-
-
-@pytest.mark.parametrize("joins", [False, True])
-def test_losses_of_a_pipeline_are_divided_by_the_micro_batches(joins):
-    model, (x, _) = make_model(), make_data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for start in (0, 2 * PER_BATCH):
-        model(x[start : start + 2 * PER_BATCH]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found in run_on_ranks(_accumulated_in_pipeline, 2, joins):
-        expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        assert_same_tensors(found, expected, tolerance_for(torch.float32))
+    expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    assert_same_tensors(whole_model(booster, model), expected, tolerance_for(torch.float32))
 
 
 def _boosted():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -129,22 +130,19 @@ def test_hooks_that_add_nothing_do_no_harm(tmp_path) -> None:
     run_on_ranks(save, 2, "ddp", str(tmp_path / "m"), "save_model", "harmless")
 
 
-def leave_out_packed(plugin: str, kind: str, path: str) -> list[bool]:
-    """Resume without frozen layers; return which of the trained tensors came back."""
+@matrix(["ddp-override", "fsdp-sharded"], plugin=PLUGINS, kind=["override", "sharded"])
+@on_ranks(2)
+def test_a_step_without_frozen_layers_needs_nothing_of_theirs(plugin, kind, tmp_path) -> None:
+    """Resume without frozen layers; the trained tensors come back."""
     booster = Booster(plugin=plugin)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), LAYERS[kind]().requires_grad_(False))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
     with boosted.whole_parameters(writes=True):
         trained = [parameter.detach().clone() for parameter in boosted.unwrap()[0].parameters()]
-    booster.save_checkpoint(path, step=1, model=boosted, optimizer=optimizer, save_frozen=False)
+    booster.save_checkpoint(tmp_path, step=1, model=boosted, optimizer=optimizer, save_frozen=False)
     booster.backward(boosted(torch.ones(2, 8)).sum(), optimizer)
     optimizer.step()
-    booster.load_checkpoint(path, model=boosted, optimizer=optimizer)
+    booster.load_checkpoint(tmp_path, model=boosted, optimizer=optimizer)
     with boosted.whole_parameters():
-        return list(map(torch.equal, trained, boosted.unwrap()[0].parameters()))
-
-
-@matrix(["ddp-override", "fsdp-sharded"], plugin=PLUGINS, kind=["override", "sharded"])
-def test_a_step_without_frozen_layers_needs_nothing_of_theirs(plugin, kind, tmp_path) -> None:
-    assert run_on_ranks(leave_out_packed, 2, plugin, kind, str(tmp_path)) == [[True, True]] * 2
+        assert all(map(torch.equal, trained, boosted.unwrap()[0].parameters()))
