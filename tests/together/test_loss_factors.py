@@ -20,7 +20,6 @@ from booster_core.errors import ConfigError, GradientError
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import accumulate, full_gradient, join, set_full_gradient
-from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
@@ -138,7 +137,20 @@ def test_gradients_that_a_script_assigns_without_a_backward_are_not_divided(plug
         torch.testing.assert_close(change, torch.full_like(change, -0.125), rtol=0, atol=2**-10)  # of fp16
 
 
-def past_the_booster(plugin, way, clips):
+EACH = [(plugin, way) for plugin in PLUGINS for way in WAYS if (plugin, way) != ("single", "joined")]
+"""One rank has as many batches as itself."""
+
+
+@matrix(
+    [f"{plugin}-of the loss-False" for plugin in PLUGINS]
+    + [f"{plugin}-accumulated in part-True" for plugin in PLUGINS]
+    + ["ddp-joined-True", "zero-1-of a part-True", "fsdp-accumulated-False"],
+    2,
+    **{"plugin, way": EACH},
+    clips=[False, True],
+)
+@on_ranks(ranks_of)
+def test_a_step_on_gradients_without_the_factors_raises(plugin, way, clips):
     precision, backward = WAYS[way]
     booster = Booster("cpu", precision, PLUGINS[plugin]())
     model, optimizer = boosted(booster, 0)
@@ -147,29 +159,11 @@ def past_the_booster(plugin, way, clips):
     with pytest.raises(GradientError, match=r"call `booster.backward\(loss, optimizer\)` in place of `loss.backward"):
         use()
     model.zero_grad()
-    values = whole_model(booster, model)
+    tolerance = tolerance_for(torch.float16 if precision is FP16 else torch.float32)
+    assert_same_tensors(whole_model(booster, model), net(0).state_dict(), tolerance)
     booster.backward(loss_of(model, 0), optimizer)
-    found = gradients(booster, model)
+    assert_same_tensors(gradients(booster, model), plain_gradients(0, 0), tolerance)
     optimizer.step()
-    return values, found
-
-
-@matrix(
-    [f"{plugin}-of the loss-False" for plugin in PLUGINS]
-    + [f"{plugin}-accumulated in part-True" for plugin in PLUGINS]
-    + ["ddp-joined-True", "zero-1-of a part-True", "fsdp-accumulated-False"],
-    2,
-    plugin=list(PLUGINS),
-    way=list(WAYS),
-    clips=[False, True],
-)
-def test_a_step_on_gradients_without_the_factors_raises(plugin, way, clips):
-    if plugin == "single" and way == "joined":
-        pytest.skip("One rank has as many batches as itself.")
-    dtype = torch.float16 if WAYS[way][0] is FP16 else torch.float32
-    for values, found in run_on_ranks(past_the_booster, ranks_of(plugin), plugin, way, clips):
-        assert_same_tensors(values, net(0).state_dict(), tolerance_for(dtype))
-        assert_same_tensors(found, plain_gradients(0, 0), tolerance_for(dtype))
 
 
 @matrix(
