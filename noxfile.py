@@ -32,7 +32,7 @@ ENDS = {"lowest": "3.10", "newest": "3.13"}
 """The Python with which both ends of the declared versions are tested."""
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 WHEELS = ROOT / "build" / "wheels"
-_OUTSIDE = [f"tests/together/{folder}" for folder in ("packaging", "scripts", "examples", "repository")]
+_OUTSIDE = [f"tests/together/{folder}" for folder in ("packaging", "examples", "repository")]
 """Tests of what is around the packages: mostly new interpreters, and none that finds a fault in training."""
 _LEAST_COVERAGE = 90
 """Percentage of a package's lines that its own tests run at least."""
@@ -69,7 +69,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def pages(session: nox.Session) -> None:
-    """Try what users read, run and install: the site, built into build/site, docstrings, pages, scripts and wheels."""
+    """Try what users read, run and install: the site, built into build/site, docstrings, pages, examples and wheels."""
     python = _checkout(session)
     # The theme prints a notice about another project in each build. With `--quiet`, warnings would not count.
     _run(session, python, "-m", "mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})

@@ -97,31 +97,23 @@ def train_apart_and_save(plugin, save, folder):
         booster.backward(boosted.model(torch.full((2, 600), 1.0 + dist.get_rank())).square().mean(), boosted.optimizer)
         boosted.optimizer.step()
         boosted.optimizer.zero_grad()
-    save(booster, boosted, folder)
+    if save == "save_checkpoint":
+        booster.save_checkpoint(folder, step=1, model=boosted.model, optimizer=boosted.optimizer)
+    else:
+        what = save.removeprefix("save_")
+        getattr(booster, save)(getattr(boosted, what), f"{folder}/{what}.safetensors")
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def save_model(booster, boosted, folder):
-    booster.save_model(boosted.model, f"{folder}/model.safetensors")
-
-
-def save_optimizer(booster, boosted, folder):
-    booster.save_optimizer(boosted.optimizer, f"{folder}/optimizer.safetensors")
-
-
-def save_checkpoint(booster, boosted, folder):
-    booster.save_checkpoint(folder, step=1, model=boosted.model, optimizer=boosted.optimizer)
-
-
-@pytest.mark.parametrize("save", [save_model, save_optimizer, save_checkpoint])
+@pytest.mark.parametrize("save", ["save_model", "save_optimizer", "save_checkpoint"])
 def test_replicas_that_differ_are_not_written(save, tmp_path):
     """Each rank writes a part, so the file would be a mixture of ranks."""
-    match = rf"`{save.__name__}` would write a mixture: .*'weight'.*Plugin 'bare' .*`Plugin.prepare_save`"
+    match = rf"`{save}` would write a mixture: .*'weight'.*Plugin 'bare' .*`Plugin.prepare_save`"
     expect_on_ranks(CheckpointError, match, train_apart_and_save, 2, Bare(), save, str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 def test_replicas_that_were_made_equal_are_written(tmp_path):
-    one, other = run_on_ranks(train_apart_and_save, 2, Averaging(), save_model, str(tmp_path))
+    one, other = run_on_ranks(train_apart_and_save, 2, Averaging(), "save_model", str(tmp_path))
     assert_same_tensors(one, other, EXACT)
     assert_same_tensors(load_file(tmp_path / "model.safetensors"), one, EXACT)

@@ -33,12 +33,6 @@ def test_the_command_runs_as_a_module():
     assert (done.stdout + done.stderr).startswith("Usage: booster [OPTIONS]")
 
 
-def test_an_unknown_verb_is_refused():
-    result = run("plugin")
-    assert result.exit_code == 2
-    assert "No such command 'plugin'" in result.output
-
-
 VERB = """\
 \"\"\"Say hello to the world.
 

@@ -70,12 +70,6 @@ def _agree(values):
     c.agree("boost", values[c.rank])
 
 
-def _agree_in_a_group(values):
-    group = dist.new_group([1, 2])
-    c = DistCoordinator()
-    return _outcome(lambda: c.agree("boost", values[c.rank], process_group=group))[0] if c.rank else None
-
-
 def _double(value):
     return 2 * value
 
@@ -96,37 +90,19 @@ def _priority(executor):
     return start, end
 
 
-def _subgroup():
-    group = dist.new_group([1, 2])
-    c = DistCoordinator()
-    if c.rank == 0:
-        return None
-    c.block_all(group, name="pair", timeout_seconds=5)
-    return (
-        c.is_master(group),
-        c.is_last_process(group),
-        c.broadcast_object(c.rank, src=2, process_group=group),
-        c.all_gather_object(c.rank, process_group=group),
-    )
-
-
-def _meet_in_a_group_of_ones_own(file):
-    if dist.get_rank() == 1:
-        DistCoordinator()  # ranks need not have looked equally often
+@on_ranks(2)
+def test_a_process_group_that_the_script_made(tmp_path):
     rank = dist.get_rank()
+    if rank == 1:
+        DistCoordinator()  # ranks need not have looked equally often
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
     try:
         c = DistCoordinator()
         c.block_all(name="step")
-        return c.rank, c.world_size, c.all_gather_object(c.rank)
+        assert (c.rank, c.world_size, c.all_gather_object(c.rank)) == (rank, 2, [0, 1])
     finally:
         dist.destroy_process_group()
-
-
-def test_a_process_group_that_the_script_made(tmp_path):
-    results = run_on_ranks(_meet_in_a_group_of_ones_own, 2, str(tmp_path / "store"))
-    assert results == [(0, 2, [0, 1]), (1, 2, [0, 1])]
 
 
 def test_a_missing_rank_is_named_and_later_calls_are_not_disturbed():
@@ -179,8 +155,19 @@ def test_a_failure_of_the_first_rank_reaches_those_that_wait():
             raise CheckpointError(msg)
 
 
-def test_a_subgroup_meets_alone():
-    assert run_on_ranks(_subgroup, 3) == [None, (True, False, 2, [1, 2]), (False, True, 2, [1, 2])]
+@on_ranks(3)
+def test_a_subgroup_meets_and_agrees_alone():
+    group = dist.new_group([1, 2])
+    c = DistCoordinator()
+    if c.rank == 0:
+        return
+    c.block_all(group, name="pair", timeout_seconds=5)
+    assert (c.is_master(group), c.is_last_process(group)) == (c.rank == 1, c.rank == 2)
+    assert c.broadcast_object(c.rank, src=2, process_group=group) == 2
+    assert c.all_gather_object(c.rank, process_group=group) == [1, 2]
+    c.agree("boost", 1, process_group=group)
+    with pytest.raises(ConfigError, match=r"Ranks disagree about what `boost` gets: 1 on rank 1, 2 on rank 2\. Pass"):
+        c.agree("boost", c.rank, process_group=group)
 
 
 @raises_on_ranks(ConfigError, "`save_model` was called on a coordinator of a process group that is not", 2)
@@ -212,12 +199,6 @@ def test_values_that_differ_are_named_with_their_ranks(values, message):
     message = message.replace("tests.core.test_coordinator_ranks", __name__)
     exceptions = expect_on_ranks(ConfigError, re.escape(message), _agree, 3, values)
     assert len({str(error) for error in exceptions}) == 1, "the same on every rank"
-
-
-def test_a_group_agrees_alone():
-    text = "ConfigError: Ranks disagree about what `boost` gets: 1 on rank 1, 2 on rank 2. Pass the same on all ranks."
-    assert run_on_ranks(_agree_in_a_group, 3, [0, 1, 2]) == [None, text, text]
-    assert run_on_ranks(_agree_in_a_group, 3, [0, 1, 1]) == [None, None, None]
 
 
 def test_a_value_that_can_not_be_compared_raises_everywhere():

@@ -199,14 +199,6 @@ def test_the_questions_of_all_ranks_leave_the_store_time(num_ranks):
     assert num_questions <= 320
 
 
-def test_a_rank_says_what_it_calls_where_that_changes():
-    store = CountingStore(dist.HashStore())
-    meeting = Meeting(store, 0, [0])
-    for name in ("boost", "boost", "boost", "save_model"):
-        meeting.meet(name, timeout_seconds=30)
-    assert store.num_operations["set"] == 2
-
-
 def test_only_errors_that_are_told_are_kept():
     store = CountingStore(dist.HashStore())
 

@@ -125,18 +125,6 @@ def test_a_model_that_does_not_fit_changes_nothing(tmp_path):
     assert is_same(run.own, before)
 
 
-def test_a_model_in_bf16_is_written_and_read(tmp_path):
-    booster = Booster("cpu", mixed_precision="bf16")
-    booster.checkpoint_io = PlainCheckpointIO(booster.plugin, booster.context)
-    own = nn.Linear(4, 4).to(torch.bfloat16)
-    expected = values(own)
-    model, *_ = booster.boost(own)
-    booster.save_model(model, tmp_path / "m.safetensors")
-    saved = safetensors.torch.load_file(tmp_path / "m.safetensors")
-    assert {name: tensor.dtype for name, tensor in saved.items()} == {"weight": torch.bfloat16, "bias": torch.bfloat16}
-    assert all(torch.equal(saved[name], expected[name]) for name in expected)
-
-
 def test_an_optimizer_goes_on_as_one_that_torch_loads(tmp_path):
     run = Run()
     run.train(3)
@@ -163,15 +151,6 @@ def test_another_optimizer_is_refused(tmp_path):
     _boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(CheckpointError, match="is of another optimizer"):
         booster.load_optimizer(optimizer, tmp_path / "o.safetensors")
-
-
-def test_a_scheduler_goes_on(tmp_path):
-    run = Run()
-    run.train(3)
-    run.booster.save_lr_scheduler(run.scheduler, tmp_path / "s.json")
-    other = Run(seed=1)
-    other.booster.load_lr_scheduler(other.scheduler, tmp_path / "s.json")
-    assert other.scheduler.state_dict() == run.scheduler.state_dict()
 
 
 def test_state_that_would_be_lost_is_refused(tmp_path):

@@ -143,15 +143,6 @@ def test_an_observer_sees_the_calls_of_a_block():
     assert not OBSERVERS
 
 
-def test_a_call_that_began_under_an_observer_ends_under_it():
-    diary = _Diary()
-    with contextlib.ExitStack() as stack:
-        with observed_by(diary):
-            stack.enter_context(NamedCall("step"))
-        assert diary.lines == ["begin step"]
-    assert diary.lines == ["begin step", "end step"]
-
-
 def test_an_observer_sees_what_a_call_raised():
     diary = _Diary()
     with pytest.raises(MissingRanksError), observed_by(diary):
@@ -163,19 +154,6 @@ def test_an_observer_sees_what_a_call_raised():
 def test_calls_that_are_observed_alone_are_not_counted():
     with ObservedCall("all_reduce"):
         assert PROGRESS.record()["counts"] == {}
-
-
-def test_observers_are_told_of_bytes():
-    seen = []
-
-    class Sizes:
-        def during(self, call):
-            seen.append((call.name, call.ranks, call.payload_bytes, call.sent_bytes))
-            return contextlib.nullcontext()
-
-    with observed_by(Sizes()), NamedCall("gather", (0, 2), payload_bytes=8, sent_bytes=4):
-        pass
-    assert seen == [("gather", (0, 2), 8, 4)]
 
 
 def _step():

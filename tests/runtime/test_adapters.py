@@ -74,20 +74,6 @@ def test_training_goes_on_from_a_folder(tmp_path):
     assert changed == {name for name in before if "lora_" in name}
 
 
-def test_adapters_of_a_kind_that_no_test_has_covered_are_refused():
-    model = peft.get_peft_model(make_model(), peft.LoHaConfig(r=2, target_modules=["q_proj"]))
-    booster = Booster("cpu", plugin=Renamed())
-    with pytest.raises(ConfigError, match="LOHA"):
-        booster.boost(model, torch.optim.AdamW(model.parameters()))
-
-
-class Renamed(SingleDeviceStrategy):
-    """A third party's plugin, which trains adapters."""
-
-    name = "another"
-    api_version = 2
-
-
 def resized(folder):
     """Return a model that came from files, with tokens that these lack."""
     make_model().save_pretrained(folder)

@@ -30,14 +30,6 @@ def momentum(optimizer, parameters, lr):
         p.addcdiv_(average, p.grad.abs().add_(1e-8), value=-lr)
 
 
-def trust_ratio(_optimizer, parameters, lr):
-    for p in parameters:
-        if torch.isnan(p.grad).any():
-            continue
-        p.data = p.data - lr * (p.norm() / p.grad.norm()).item() * p.grad
-        assert p.norm().item() > 0
-
-
 def trust_ratios_in_lists(optimizer, parameters, lr):
     gradients = [p.grad for p in parameters]
     averages = [optimizer.state[p].setdefault("average", torch.zeros_like(p)) for p in parameters]
@@ -45,21 +37,6 @@ def trust_ratios_in_lists(optimizer, parameters, lr):
     norms = torch.stack(torch._foreach_norm(averages))
     ratios = torch.where(norms > 0, 1 / norms, 1.0).unbind()
     torch._foreach_add_(parameters, torch._foreach_mul(averages, ratios), alpha=-lr)
-
-
-def one_scratch_for_all(_optimizer, parameters, lr):
-    scratch = torch.empty(max(p.numel() for p in parameters))
-    for p in parameters:
-        part = scratch[: p.numel()].view(p.shape)
-        part.copy_(p.grad)
-        p.add_(part.mul_(-lr))
-
-
-def logs_a_norm(optimizer, parameters, lr):
-    optimizer.norm = torch.zeros(())
-    for p in parameters:
-        optimizer.norm += p.grad.square().sum()
-        p.add_(p.grad, alpha=-lr)
 
 
 def data_in_the_memory_of_others(_optimizer, parameters, lr):
@@ -78,8 +55,7 @@ def drops_gradients_after_reading_norms(optimizer, parameters, lr):
         p.grad = None
 
 
-INDEPENDENT = [momentum, trust_ratio, data_in_the_memory_of_others, drops_gradients_after_reading_norms]
-INDEPENDENT += [trust_ratios_in_lists, one_scratch_for_all, logs_a_norm]
+INDEPENDENT = [momentum, trust_ratios_in_lists, data_in_the_memory_of_others, drops_gradients_after_reading_norms]
 
 
 def clips(_optimizer, parameters, lr):
@@ -87,20 +63,6 @@ def clips(_optimizer, parameters, lr):
     nn.utils.clip_grad_norm_(parameters, 0.01)
     for p in parameters:
         p.add_(p.grad, alpha=-lr)
-
-
-def step_size_of_all(_optimizer, parameters, lr):
-    total = torch.zeros(())
-    for p in parameters:
-        total += p.grad.square().sum()
-    for p in parameters:
-        p.sub_(p.grad * lr / total.sqrt())
-
-
-def norm_as_a_number(_optimizer, parameters, lr):
-    norm = sum(p.grad.square().sum().item() for p in parameters) ** 0.5
-    for p in parameters:
-        p.data.add_(p.grad, alpha=-lr / norm)
 
 
 def new_data(_optimizer, parameters, lr):
@@ -116,13 +78,7 @@ def skips_all_where_one_is_nan(_optimizer, parameters, lr):
         p.add_(p.grad, alpha=-lr)
 
 
-def normalized_stack(_optimizer, parameters, lr):
-    norms = torch.stack([p.grad.norm() for p in parameters])
-    for p, share in zip(parameters, (norms / norms.sum()).unbind(), strict=True):
-        p.sub_(lr * share * p.grad)
-
-
-COUPLED = [clips, step_size_of_all, norm_as_a_number, new_data, skips_all_where_one_is_nan, normalized_stack]
+COUPLED = [clips, new_data, skips_all_where_one_is_nan]
 
 
 def parameters_with_gradients():

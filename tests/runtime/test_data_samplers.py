@@ -246,16 +246,6 @@ def test_batches_of_a_batch_sampler_are_dealt_whole(world_size, num_workers):
     assert in_turn(parts) == expected + expected[:num_filled]
 
 
-def test_a_batch_sampler_with_drop_last_repeats_no_batch():
-    def make():
-        return BatchSampler(SequentialSampler(range(50)), 4, drop_last=True)
-
-    parts = [[batch.tolist() for batch in loader] for loader in batches_of(5, make)]
-    assert [len(part) for part in parts] == [2] * 5, "of twelve batches"
-    assert list(chain.from_iterable(in_turn(parts))) == list(range(40))
-    assert [len(loader) for loader in batches_of(5, make)] == [2] * 5
-
-
 def test_batches_are_resumed_with_another_number_of_ranks():
     (alone,) = batches_of(1, LengthBuckets)
     expected = [batch.tolist() for batch in alone]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from ranked import on_ranks
@@ -10,7 +12,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime.sharding.dtensor import DTensorStateAdapter, dtensor_shards
-from booster_testing import run_on_ranks
 
 PLACEMENTS = {
     "rows": ((4,), [Shard(0)], (7, 5)),
@@ -24,25 +25,20 @@ PLACEMENTS = {
 }
 
 
-def owned_parts(name):
+@pytest.mark.parametrize("name", PLACEMENTS)
+@on_ranks(4)
+def test_owned_parts_cover_a_tensor_once(name):
     sizes, placements, shape = PLACEMENTS[name]
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    mesh = init_device_mesh("cpu", sizes)
-    tensor = distribute_tensor(whole, mesh, placements)
-    shards = list(dtensor_shards("w", None, tensor))
+    shards = list(dtensor_shards("w", None, distribute_tensor(whole, init_device_mesh("cpu", sizes), placements)))
     for shard in shards:
         assert torch.equal(shard.data, whole[tuple(slice(*edges) for edges in shard.box)])
-    return [shard.data.flatten().tolist() for shard in shards if shard.is_owner]
+    owned = [value for shard in shards if shard.is_owner for value in shard.data.flatten().tolist()]
+    assert sorted(chain(*DistCoordinator().all_gather_object(owned))) == whole.flatten().tolist()
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_owned_parts_cover_a_tensor_once(name):
-    numel = torch.Size(PLACEMENTS[name][2]).numel()
-    parts = run_on_ranks(owned_parts, 4, name)
-    assert sorted(value for of_rank in parts for part in of_rank for value in part) == [float(i) for i in range(numel)]
-
-
-def strided_rows():
+@on_ranks(4)
+def test_rows_cut_by_two_axes_out_of_order_are_found():
     """Cut by the second axis first and by the first axis within, as `fully_shard` does after tensor parallelism."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -53,17 +49,12 @@ def strided_rows():
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     parallelize_module(model, mesh["tp"], ColwiseParallel())
     fully_shard(model, mesh=mesh["dp"])
-    shards = list(DTensorStateAdapter(model, None, DistCoordinator()).model_shards())
-    for shard in shards:
+    coordinator, rows = DistCoordinator(), {"weight": [], "bias": []}
+    for shard in DTensorStateAdapter(model, None, coordinator).model_shards():
         assert torch.equal(shard.data, whole[shard.name][tuple(slice(*edges) for edges in shard.box)])
-    return [(shard.name, *row) for shard in shards if shard.is_owner for row in [range(*shard.box[0])]]
-
-
-def test_rows_cut_by_two_axes_out_of_order_are_found():
-    per_rank = run_on_ranks(strided_rows, 4)
-    for name in ("weight", "bias"):
-        rows = [row for of_rank in per_rank for held, *chosen in of_rank if held == name for row in chosen]
-        assert sorted(rows) == list(range(9))
+        rows[shard.name] += range(*shard.box[0]) if shard.is_owner else ()
+    for of_ranks in map(coordinator.all_gather_object, rows.values()):
+        assert sorted(chain(*of_ranks)) == list(range(9))
 
 
 @on_ranks(2)

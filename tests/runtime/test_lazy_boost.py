@@ -3,11 +3,12 @@
 import torch
 from torch import nn
 
-from booster_core.state.shard import TensorShard, full_box
+from booster_core.state.shard import TensorShard
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import take_recording
 from booster_runtime.lazy.log import Entry
 from booster_runtime.lazy.replay import Replay
+from booster_runtime.sharding import whole_shard
 from booster_testing.models import TinyMixedBag, TinyMLP
 
 
@@ -21,16 +22,8 @@ def build(lazy: bool, model_class: type[nn.Module] = TinyMLP) -> nn.Module:
 
 def whole_shards(model: nn.Module) -> list[TensorShard]:
     """Return one shard for each parameter and buffer, which has all of it."""
-    return [
-        TensorShard(
-            name=name,
-            global_shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            box=full_box(tuple(tensor.shape)),
-            data=torch.empty(tensor.shape, dtype=tensor.dtype),
-        )
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    ]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [whole_shard(name, None, torch.empty(each.shape, dtype=each.dtype), is_owner=True) for name, each in tensors]
 
 
 def test_each_shard_is_announced_once_and_written() -> None:

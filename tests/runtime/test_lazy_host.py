@@ -1,5 +1,7 @@
 """An eager model on the host is sharded as lazy ones are: parameters are hollowed, and shards get the first rank's."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,8 +38,9 @@ def shard_of(name, whole, box, flat=None):
     )
 
 
-def fill():
-    """Keep other parts of the first rank's model on each rank; return what is wrong with them."""
+@on_ranks(2)
+def test_shards_get_the_first_ranks_values_and_the_rest_is_whole():
+    """Keep other parts of the first rank's model on each rank."""
     rank = dist.get_rank()
     model, expected = Model(seed=rank), dict(Model(seed=0).named_parameters(remove_duplicate=False))
     objects = dict(model.named_parameters())
@@ -51,22 +54,16 @@ def fill():
         shard_of("second.weight", expected["second.weight"], full_box((6, 5)), (7 + rank, 19)),
     ]
     written = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holders, "_SENT_BYTES", 4 * 7)  # a row and a bit
+    with mock.patch.object(holders, "_SENT_BYTES", 4 * 7):  # a row and a bit
         values.fill(shards, CPU, before_write=written.append)
     assert set(map(id, written)) == set(map(id, shards)), "each is announced"
-    wrong = [] if torch.equal(shards[0].data, expected["first.weight"][rank : rank + 3]) else ["a box"]
-    wrong += [] if torch.equal(shards[1].data, expected["second.weight"].view(-1)[7 + rank : 19]) else ["a range"]
+    assert torch.equal(shards[0].data, expected["first.weight"][rank : rank + 3])
+    assert torch.equal(shards[1].data, expected["second.weight"].view(-1)[7 + rank : 19])
     present = dict(model.named_parameters(remove_duplicate=False))
-    whole = ["first.bias", "second.bias", *([] if rank else ["dropped.weight", "dropped.bias"])]
-    wrong += [name for name in whole if not torch.equal(present[name], expected[name])]
-    for name in whole:
+    for name in ["first.bias", "second.bias", *([] if rank else ["dropped.weight", "dropped.bias"])]:
+        assert torch.equal(present[name], expected[name]), name
         assert present[name] is values.replaced.get(objects[name], objects[name])
-    return wrong + [name for name in ("first.weight", "second.weight") if not present[name].is_meta]
-
-
-def test_shards_get_the_first_ranks_values_and_the_rest_is_whole():
-    assert run_on_ranks(fill, 2) == [[], []]
+    assert all(present[name].is_meta for name in ("first.weight", "second.weight"))
 
 
 def fail_on_one_rank():

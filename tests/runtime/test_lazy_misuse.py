@@ -23,22 +23,22 @@ def model() -> TinyMLP:
         return TinyMLP()
 
 
-def test_forward_names_the_way_out(model) -> None:
-    with pytest.raises(
-        LazyInitError, match=r"A lazy model was run.*`Booster\.boost`.*`booster_runtime\.lazy\.materialize`"
-    ):
-        model(torch.ones(2, 8))
-
-
-def test_deepcopy_is_refused(model) -> None:
-    with pytest.raises(LazyInitError, match=r"deepcopy.*Copy it inside of the context"):
-        copy.deepcopy(model)
-
-
-@pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model.state_dict(), io.BytesIO())])
-def test_pickling_is_refused(model, save) -> None:
-    with pytest.raises(LazyInitError, match="no values to pickle or save"):
-        save(model)
+@pytest.mark.parametrize(
+    ("use", "match"),
+    [
+        (
+            lambda model: model(torch.ones(2, 8)),
+            r"A lazy model was run.*`Booster\.boost`.*`booster_runtime\.lazy\.materialize`",
+        ),
+        (copy.deepcopy, r"deepcopy.*Copy it inside of the context"),
+        (pickle.dumps, "no values to pickle or save"),
+        (lambda model: torch.save(model.state_dict(), io.BytesIO()), "no values to pickle or save"),
+    ],
+    ids=["forward", "deepcopy", "pickle", "save"],
+)
+def test_a_use_without_values_is_refused(model, use, match) -> None:
+    with pytest.raises(LazyInitError, match=match):
+        use(model)
 
 
 def test_contexts_do_not_nest() -> None:

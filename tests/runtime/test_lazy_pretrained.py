@@ -222,17 +222,6 @@ def test_files_that_changed_or_are_gone_are_named(folder) -> None:
         materialize(other)
 
 
-def test_files_are_opened_lazily_by_transformers_alone_and_within_the_block() -> None:
-    import safetensors
-    from transformers import modeling_utils
-
-    original = modeling_utils.safe_open
-    with LazyInitContext():
-        assert modeling_utils.safe_open is not original
-        assert safetensors.safe_open is original
-    assert modeling_utils.safe_open is original
-
-
 def test_transformers_may_be_imported_inside_of_the_block(folder) -> None:
     script = f"""
 import sys

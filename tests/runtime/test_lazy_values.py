@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, materialize
@@ -304,18 +304,6 @@ def test_a_replay_that_fails_midway_may_be_repeated() -> None:
     assert_same_state(lazy, eager)
 
 
-def test_attributes_of_a_tensor_stay() -> None:
-    with LazyInitContext():
-        model = nn.Linear(4, 3)
-        model.weight.is_special = True
-    seen: list[Tensor] = []
-    model.weight.register_hook(seen.append)
-    materialize(model)
-    assert model.weight.is_special
-    model(torch.ones(2, 4)).sum().backward()
-    assert len(seen) == 1
-
-
 def test_plain_attributes_get_values_too() -> None:
     def build() -> nn.Module:
         model = nn.Linear(2, 2)
@@ -381,15 +369,6 @@ def test_random_recordings_equal_eager_runs(seed: int) -> None:
     for _ in range(25):
         choices = [chance.randrange(len(steps)) for _ in range(chance.randrange(1, 25))]
         assert_lazy_equals_eager(lambda choices=choices: build(choices))
-
-
-def test_parametrized_model_keeps_training() -> None:
-    with LazyInitContext():
-        model = parametrizations.weight_norm(nn.Linear(4, 3))
-    materialize(model)
-    model(torch.ones(2, 4)).sum().backward()
-    assert parametrize.is_parametrized(model)
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_what_was_read_is_copied() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks
 from torch.distributed import distributed_c10d
 
 from booster_runtime.collectives import new_groups
@@ -20,16 +22,11 @@ def sum_of_ranks(group):
 
 
 def along_two_axes():
-    calls = []
-    inner = dist.new_group
-    dist.new_group = lambda *args, **kwargs: calls.append(args) or inner(*args, **kwargs)
-    try:
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         groups = [new_groups([[0, 1], [2, 3]]), new_groups([[0, 2], [1, 3]]), new_groups([[0], [1], [2], [3]])]
-    finally:
-        dist.new_group = inner
     names = [group.group_name for group in groups]
     after = dist.new_group()  # by every rank, as torch asks for
-    return [sum_of_ranks(group) for group in groups], len(calls), names, after.group_name, sum_of_ranks(after)
+    return [sum_of_ranks(group) for group in groups], made.call_count, names, after.group_name, sum_of_ranks(after)
 
 
 def test_each_rank_makes_its_own_group_along_each_axis():
@@ -43,45 +40,29 @@ def test_each_rank_makes_its_own_group_along_each_axis():
     assert {(name, total) for *_, name, total in found} == {(found[0][3], 6)}
 
 
-def with_ranks_outside():
-    dist.new_group([0, 1])  # torch then knows of more groups on some ranks than on others
-    group = new_groups([[0, 1], [3]])
-    later = new_groups([[0, 3], [1, 2]])
-    return None if group is None else sum_of_ranks(group), sum_of_ranks(later)
-
-
+@on_ranks(4)
 def test_a_rank_may_be_in_no_group():
-    assert run_on_ranks(with_ranks_outside, 4) == [(1, 3), (1, 3), (None, 3), (3, 3)]
-
-
-def with_one_color(are_alike):
-    inner = distributed_c10d._process_group_color
-    distributed_c10d._process_group_color = lambda ranks: 7 if are_alike else inner(ranks)
-    calls = []
-    make = dist.new_group
-    dist.new_group = lambda ranks, **kwargs: calls.append(ranks) or make(ranks, **kwargs)
-    try:
-        return sum_of_ranks(new_groups([[0, 1], [2, 3]])), calls
-    finally:
-        distributed_c10d._process_group_color = inner
-        dist.new_group = make
+    dist.new_group([0, 1])  # torch then knows of more groups on some ranks than on others
+    group, later = new_groups([[0, 1], [3]]), new_groups([[0, 3], [1, 2]])
+    found = None if group is None else sum_of_ranks(group), sum_of_ranks(later)
+    assert found == [(1, 3), (1, 3), (None, 3), (3, 3)][dist.get_rank()]
 
 
 @pytest.mark.parametrize("are_alike", [False, True])
+@on_ranks(4)
 def test_groups_that_a_split_could_not_tell_apart_are_made_one_after_the_other(are_alike):
-    found = run_on_ranks(with_one_color, 4, are_alike)
-    assert [total for total, _ in found] == [1, 1, 5, 5]
-    assert found[0][1] == ([[0, 1], [2, 3]] if are_alike else [[0, 1]])
-    assert found[3][1] == ([[0, 1], [2, 3]] if are_alike else [[2, 3]])
+    color = (lambda _: 7) if are_alike else distributed_c10d._process_group_color
+    with (
+        mock.patch.object(distributed_c10d, "_process_group_color", color),
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as made,
+    ):
+        total = sum_of_ranks(new_groups([[0, 1], [2, 3]]))
+    own = [[0, 1], [2, 3]][dist.get_rank() // 2]
+    assert total == sum(own)
+    assert [call.args[0] for call in made.call_args_list] == ([[0, 1], [2, 3]] if are_alike else [own])
 
 
-def with_barriers(variable):
-    os.environ[variable] = "1"
-    try:
-        return sum_of_ranks(new_groups([[0, 1], [2, 3]]))
-    finally:
-        del os.environ[variable]
-
-
+@on_ranks(4)
 def test_with_torchs_barrier_after_each_group_every_rank_makes_all():
-    assert run_on_ranks(with_barriers, 4, "TORCH_DIST_INIT_BARRIER") == [1, 1, 5, 5]
+    with mock.patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
+        assert sum_of_ranks(new_groups([[0, 1], [2, 3]])) == [1, 1, 5, 5][dist.get_rank()]

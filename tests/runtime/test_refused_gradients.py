@@ -1,24 +1,15 @@
-"""Gradients that nobody would reduce raise, embeddings that write in forward too, and gradients can be set by hand."""
+"""Gradients that nobody would reduce raise, and gradients can be set by hand."""
 
 import pytest
 import torch
 from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, GradientError
+from booster_core.errors import GradientError
 from booster_core.plugin import write_gradient
 from booster_core.precision import PrecisionPolicy
-from booster_runtime.sharding import refuse_all_gradients, refuse_gradient, refuse_renormalized, working_dtypes
+from booster_runtime.sharding import refuse_gradient, working_dtypes
 from booster_runtime.sharding.checks import not_optimized
-
-
-def test_a_model_without_an_optimizer_gets_no_gradients():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    refuse_all_gradients(model)
-    with torch.no_grad():
-        model(torch.ones(1, 2))
-    with pytest.raises(GradientError, match=r"'1\.bias' got a gradient, but the model was boosted without"):
-        model(torch.ones(1, 2)).sum().backward(inputs=[model[1].bias])
 
 
 def test_a_frozen_parameter_is_watched_until_it_is_not():
@@ -40,13 +31,6 @@ def test_what_can_have_no_gradient_needs_no_watch():
     with torch.inference_mode():
         inferred = nn.Parameter(torch.zeros(2), requires_grad=False)
     assert refuse_gradient(inferred, "inferred") is None
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_that_renormalizes_is_refused(kind):
-    refuse_renormalized(nn.Sequential(kind(4, 2)))
-    with pytest.raises(ConfigError, match=r"Embedding '0' has `max_norm=1\.5`"):
-        refuse_renormalized(nn.Sequential(kind(4, 2, max_norm=1.5)))
 
 
 def test_written_gradients_get_the_loss_scale():

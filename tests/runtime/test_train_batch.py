@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 from torch import nn
 from whole_batches import SAMPLES, assert_equals_one_large_batch, batches_of, count_labels, cross_entropy
@@ -64,33 +64,30 @@ class FrozenNorm(nn.Module):
         return self.trained(self.frozen(x))
 
 
-def evaluate_with_frozen_norms(plugin, is_training):
-    """Return the modes of all modules before and after an evaluation, and the frozen statistics after a step."""
-    inner = nn.Sequential(nn.BatchNorm1d(8), FrozenNorm(), nn.Sequential(nn.Dropout(), nn.Linear(8, 4)))
-    booster, model, optimizer = boosted(inner, plugin)
-    model.train(is_training)
-    inner[0].eval()
-    inner[2][1].train(not is_training)
-    before = {name: module.training for name, module in model.named_modules()}
-    batch = {"input": torch.arange(32.0).reshape(4, 8)}
+def ranks_of(plugin_class):
+    return 1 if plugin_class is None else 2
 
-    def criterion(outputs, batch):
-        return outputs.square().mean()
 
-    evaluate_batch(booster, iter([batch]), model, criterion)
-    after = {name: module.training for name, module in model.named_modules()}
-    train_batch(booster, iter([batch]), model, criterion, optimizer)
-    return before, after, inner[0].running_mean
+def mean_square(outputs, _):
+    return outputs.square().mean()
 
 
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("plugin_class", [None, ReferencePlugin, ReferencePipelinePlugin])
+@on_ranks(ranks_of)
 def test_an_evaluation_restores_the_mode_of_each_module(plugin_class, is_training):
-    plugin, size = (None, 1) if plugin_class is None else (plugin_class(), 2)
-    for before, after, statistics in run_on_ranks(evaluate_with_frozen_norms, size, plugin, is_training):
-        assert len(set(before.values())) == 2, "some modules train and some do not"
-        assert after == before
-        assert not statistics.any(), "a norm in `eval()` keeps its statistics"
+    inner = nn.Sequential(nn.BatchNorm1d(8), FrozenNorm(), nn.Sequential(nn.Dropout(), nn.Linear(8, 4)))
+    booster, model, optimizer = boosted(inner, plugin_class and plugin_class())
+    model.train(is_training)
+    inner[0].eval()
+    inner[2][1].train(not is_training)
+    before = {name: module.training for name, module in model.named_modules()}
+    assert len(set(before.values())) == 2, "some modules train and some do not"
+    batch = {"input": torch.arange(32.0).reshape(4, 8)}
+    evaluate_batch(booster, iter([batch]), model, mean_square)
+    assert {name: module.training for name, module in model.named_modules()} == before
+    train_batch(booster, iter([batch]), model, mean_square, optimizer)
+    assert not inner[0].running_mean.any(), "a norm in `eval()` keeps its statistics"
 
 
 class FailsToEvaluate(TinyMLP):
@@ -124,38 +121,27 @@ class LossOnOneRank(ReferencePipelinePlugin):
         return {**result, "loss": None} if torch.distributed.get_rank() == 0 else result
 
 
-def double_losses(plugin, weight):
-    """Return a double model's losses in training and evaluation, and the update of its weight by the gradient."""
-    torch.manual_seed(2)
-    inner = nn.Linear(8, 1, dtype=torch.float64)
-    booster = Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
-    before = inner.weight.detach().clone()
-    batches = [{"input": torch.full((2, 8), number, dtype=torch.float64)} for number in (1 / 3, -1 / 7)]
-
-    def criterion(outputs, batch):
-        return outputs.square().mean()
-
-    evaluations = [evaluate_batch(booster, iter([batch]), model, criterion, weight=weight).loss for batch in batches]
-    loss = train_batch(booster, iter(batches), model, criterion, optimizer, accumulation=2, weight=weight)
-    return batches, evaluations, loss, before - inner.weight.detach()
-
-
 @pytest.mark.parametrize("weight", [None, count_as_tensor])
 @pytest.mark.parametrize("plugin_class", [None, ReferencePlugin, ReferencePipelinePlugin, LossOnOneRank])
+@on_ranks(ranks_of)
 def test_a_double_loss_stays_double(plugin_class, weight):
-    plugin, size = (None, 1) if plugin_class is None else (plugin_class(), 2)
+    """Compare losses in training and evaluation, and the update of the weight by the gradient."""
+    torch.manual_seed(2)
+    inner, plain = (nn.Linear(8, 1, dtype=torch.float64) for _ in range(2))
+    plain.load_state_dict(inner.state_dict())
+    booster = Booster(plugin=plugin_class and plugin_class())
+    model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
+    batches = [{"input": torch.full((2, 8), number, dtype=torch.float64)} for number in (1 / 3, -1 / 7)]
+    found = [evaluate_batch(booster, iter([batch]), model, mean_square, weight=weight).loss for batch in batches]
+    found.append(train_batch(booster, iter(batches), model, mean_square, optimizer, accumulation=2, weight=weight))
+    expected = [plain(batch["input"]).square().mean() for batch in batches]
     shares = (0.5, 0.5) if weight is None else (0.3, 0.7)
-    for batches, evaluations, loss, update in run_on_ranks(double_losses, size, plugin, weight):
-        torch.manual_seed(2)
-        module = nn.Linear(8, 1, dtype=torch.float64)
-        expected = [module(batch["input"]).square().mean() for batch in batches]
-        total = sum(share * each for share, each in zip(shares, expected, strict=True))
-        total.backward()
-        for found, each in zip([*evaluations, loss], [*expected, total], strict=True):
-            assert found.dtype == torch.float64
-            torch.testing.assert_close(found, each.detach(), rtol=1e-14, atol=0)
-        torch.testing.assert_close(update, module.weight.grad, rtol=1e-12, atol=0)
+    expected.append(sum(share * each for share, each in zip(shares, expected, strict=True)))
+    expected[-1].backward()
+    for loss, each in zip(found, expected, strict=True):
+        assert loss.dtype == torch.float64
+        torch.testing.assert_close(loss, each.detach(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(plain.weight - inner.weight, plain.weight.grad, rtol=1e-12, atol=0)
 
 
 def train_on_pairs(plugin, criterion):

@@ -24,11 +24,19 @@ def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch
     assert_accumulates("reference", kind)
 
 
-def _accumulated_in_pipeline(joins):
+@pytest.mark.parametrize("joins", [False, True])
+@on_ranks(2)
+def test_losses_of_a_pipeline_are_divided_by_the_micro_batches(joins):
     """Take two steps of two micro-batches, the same on both ranks, in a pipeline."""
-    booster, model = Booster(plugin=ReferencePipelinePlugin()), make_model()
+    (x, _), plain, model = make_data(), make_model(), make_model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for start in (0, 2 * PER_BATCH):
+        plain(x[start : start + 2 * PER_BATCH]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    booster = Booster(plugin=ReferencePipelinePlugin())
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = [{"input": part} for part in make_data()[0].split(PER_BATCH)][:4]
+    batches = [{"input": part} for part in x.split(PER_BATCH)][:4]
     source = join(booster, batches) if joins else iter(batches)
     for _ in range(4):
         with accumulate(booster, model, STEPS) as is_last:
@@ -36,20 +44,8 @@ def _accumulated_in_pipeline(joins):
         if is_last:
             optimizer.step()
             optimizer.zero_grad()
-    return whole_model(booster, model)
-
-
-@pytest.mark.parametrize("joins", [False, True])
-def test_losses_of_a_pipeline_are_divided_by_the_micro_batches(joins):
-    model, (x, _) = make_model(), make_data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for start in (0, 2 * PER_BATCH):
-        model(x[start : start + 2 * PER_BATCH]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found in run_on_ranks(_accumulated_in_pipeline, 2, joins):
-        expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        assert_same_tensors(found, expected, tolerance_for(torch.float32))
+    expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    assert_same_tensors(whole_model(booster, model), expected, tolerance_for(torch.float32))
 
 
 def _boosted():
@@ -66,34 +62,18 @@ def test_a_step_before_the_last_micro_batch_raises():
         optimizer.step()
 
 
-def _call_as_in_accelerate():
+@on_ranks(1)
+def test_accumulation_that_cannot_be_right_raises():
     booster, model, _ = _boosted()
-    with accumulate(booster, model):
+    for arguments, message in (
+        ((), "needs the number of micro-batches of a step"),
+        ((2, DataLoader([1, 2])), "how many batches the `dataloader` has left"),
+    ):
+        with pytest.raises(ConfigError, match=message), accumulate(booster, model, *arguments):
+            pass
+    inner = pytest.raises(ConfigError, match="is active already")
+    with accumulate(booster, model, steps=2), inner, accumulate(booster, model, steps=2):
         pass
-
-
-def _nest():
-    booster, model, _ = _boosted()
-    with accumulate(booster, model, steps=2), accumulate(booster, model, steps=2):
-        pass
-
-
-def _accumulate_over_another_loader():
-    booster, model, _ = _boosted()
-    with accumulate(booster, model, 2, DataLoader([1, 2])):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (_call_as_in_accelerate, "needs the number of micro-batches of a step"),
-        (_nest, "is active already"),
-        (_accumulate_over_another_loader, "how many batches the `dataloader` has left"),
-    ],
-)
-def test_accumulation_that_cannot_be_right_raises(call, message):
-    expect_on_ranks(ConfigError, message, call, 1)
 
 
 def _train_batch_in_block(plugin_class, position, steps):
@@ -156,12 +136,9 @@ def test_each_of_several_loaders_is_split():
         assert sorted(both[0] + both[1]) == list(range(number))
 
 
-def _wrong_loader():
-    Booster(plugin=ReferencePlugin()).boost(make_model(), dataloader=(DataLoader([1, 2]), [1, 2]))
-
-
+@raises_on_ranks(TypeError, "torch.utils.data.DataLoader", 2)
 def test_what_is_no_loader_among_several_raises_on_every_rank():
-    assert all(expect_on_ranks(TypeError, "torch.utils.data.DataLoader", _wrong_loader, 2))
+    Booster(plugin=ReferencePlugin()).boost(make_model(), dataloader=(DataLoader([1, 2]), [1, 2]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,13 +193,6 @@ def test_loaders_place_batches_unless_told_not_to():
     assert [batch["x"].tolist() for batch in found[1]] == [[float(rank)]] * 3
 
 
-def _reduce_wrongly(kind):
-    booster = Booster(plugin=ReferencePlugin())
-    rank = booster.context.coordinator.rank
-    values = {"text": "text", "shapes": torch.ones(2 + rank), "structure": {str(rank): 1.0}, "reduction": 1.0}[kind]
-    reduce(booster, values, "max" if kind == "reduction" else "mean")
-
-
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
@@ -232,5 +202,10 @@ def _reduce_wrongly(kind):
         ("reduction", ConfigError, "neither 'mean' nor 'sum'"),
     ],
 )
+@on_ranks(2)
 def test_values_that_cannot_be_reduced_raise_on_every_rank(kind, error, message):
-    assert all(expect_on_ranks(error, message, _reduce_wrongly, 2, kind))
+    booster = Booster(plugin=ReferencePlugin())
+    rank = booster.context.coordinator.rank
+    values = {"text": "text", "shapes": torch.ones(2 + rank), "structure": {str(rank): 1.0}, "reduction": 1.0}[kind]
+    with pytest.raises(error, match=message):
+        reduce(booster, values, "max" if kind == "reduction" else "mean")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import own_loss
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 from uneven_runs import NUM_BATCHES, assert_steps_follow_batches, batches_of, boosted
 
@@ -26,10 +26,8 @@ def with_batches(*of_ranks):
         optimizer.step()
 
 
-def failing(count):
+def failing():
     yield torch.ones(2, 8)
-    for _ in range(count):
-        yield torch.ones(2, 8)
     msg = "disk gone"
     raise OSError(msg)
 
@@ -45,7 +43,7 @@ def test_no_batch_on_any_rank_is_no_step():
 @raises_on_ranks(OSError, "disk gone", 2)
 def test_an_error_of_one_ranks_batches_raises_on_every_rank():
     booster, model, optimizer, index = boosted(ReferencePlugin())
-    for x in join(booster, failing(0) if index else batches_of(1)):
+    for x in join(booster, failing() if index else batches_of(1)):
         booster.backward(own_loss(model(x), None), optimizer)
         optimizer.step()
 
@@ -64,7 +62,8 @@ def test_whole_batches_can_not_be_joined():
     train_batch(booster, join(booster, batches_of(index)), model, own_loss, optimizer)
 
 
-def leave_and_go_on():
+@on_ranks(2)
+def test_steps_after_a_loop_that_was_left_are_not_weighed():
     """Leave the loop where one rank has run out, and take one more step on other batches."""
     booster, model, optimizer, index = boosted(ReferencePlugin())
     for number, x in enumerate(join(booster, batches_of(index))):
@@ -79,10 +78,6 @@ def leave_and_go_on():
     optimizer.step()
     optimizer.zero_grad()
     own_loss(model.unwrap().eval()(torch.ones(2, 8)), None)
-    return gradient
-
-
-def test_steps_after_a_loop_that_was_left_are_not_weighed():
-    first, second = run_on_ranks(leave_and_go_on, 2)
+    first, second = booster.context.coordinator.all_gather_object(gradient)
     assert torch.equal(first, second)
     assert float(first.abs().sum()) > 0

@@ -1,4 +1,4 @@
-"""Plugins by name for tests that run scripts, and the scripts' model and data."""
+"""Plugins by name for tests that run scripts, and the scripts' model."""
 
 import torch
 from reference_plugins import ReferencePlugin
@@ -26,8 +26,3 @@ def make_model():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return tiny_llama()
-
-
-def samples():
-    """Return 12 samples of 6 tokens."""
-    return torch.randint(16, (12, 6), generator=torch.Generator().manual_seed(1))

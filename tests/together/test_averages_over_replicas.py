@@ -1,19 +1,20 @@
-"""Replicas of shards: when gradients are averaged over them, in which order, how often, and to which values."""
+"""Replicas of shards: when gradients are averaged over them, in which order and how often.
+
+The conformance kit has their values.
+"""
 
 import contextlib
-from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting
-from driven_runs import assert_same_loop
-from matrix import matrix
+from cases import Setting
+from ranked import on_ranks
 from torch import nn
 
 from booster_gemini import GeminiPlugin
 from booster_runtime import collectives
-from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 WIDTH, DEPTH, RANKS = 16, 6, 4
@@ -35,39 +36,24 @@ def samples(number, rank):
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(RANKS * number + rank))
 
 
-@contextlib.contextmanager
-def noted(events):
-    """Note each reduction into shards and each average over replicas as it is started."""
-    names = ("reduce_scatter", "all_reduce")
-    originals = {name: getattr(collectives, name) for name in names}
+def order_of_a_step(plugin, micro_batches):
+    """Return what is started in the third step, up to its end of backward and after that."""
+    booster, model = PLUGINS[plugin].make_booster(), make_model()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    events = []
 
-    def noting(name):
+    def noting(event, original):
         def call(tensor, *args, **kwargs):
-            if name != "all_reduce":
-                events.append("reduce")
-            elif tensor.is_floating_point():
-                events.append("average")
-            return originals[name](tensor, *args, **kwargs)
+            if event == "reduce" or tensor.is_floating_point():
+                events.append(event)
+            return original(tensor, *args, **kwargs)
 
         return call
 
-    for name in names:
-        setattr(collectives, name, noting(name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(collectives, name, original)
-
-
-def order_of_a_step(plugin, micro_batches):
-    """Return what is started in the third step, up to its end of backward and after that."""
-    booster = PLUGINS[plugin].make_booster()
-    model = make_model()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    reduce, average = noting("reduce", collectives.reduce_scatter), noting("average", collectives.all_reduce)
     for step in range(3):
-        events = []
-        with noted(events):
+        events.clear()
+        with mock.patch.multiple(collectives, reduce_scatter=reduce, all_reduce=average):
             for micro in range(micro_batches):
                 with booster.no_sync(model) if micro < micro_batches - 1 else contextlib.nullcontext():
                     x = samples(10 * step + micro, dist.get_rank())
@@ -79,55 +65,16 @@ def order_of_a_step(plugin, micro_batches):
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
+@on_ranks(RANKS)
 def test_a_bucket_is_averaged_over_replicas_while_backward_runs(plugin):
-    for order in run_on_ranks(order_of_a_step, RANKS, plugin, 1):  # the same on every rank
-        # Two are underway at once: the third reduction waits for the first, which is averaged next.
-        rest = ["reduce", "average"] * (DEPTH - 2)
-        assert order == ["reduce", "reduce", *rest, "average", "average", "end"]
+    # Two are underway at once: the third reduction waits for the first, which is averaged next.
+    rest = ["reduce", "average"] * (DEPTH - 2)
+    assert order_of_a_step(plugin, 1) == ["reduce", "reduce", *rest, "average", "average", "end"]
 
 
 @pytest.mark.parametrize(("plugin", "reductions"), [("stage 1", 1), ("stage 2", 3), ("gemini", 3)])
+@on_ranks(RANKS)
 def test_accumulated_gradients_are_averaged_over_replicas_once(plugin, reductions):
-    for order in run_on_ranks(order_of_a_step, RANKS, plugin, 3):
-        assert order.count("average") == DEPTH
-        assert order.count("reduce") == reductions * DEPTH
-
-
-ROUNDS = {
-    "one": [("synced",)],
-    "accumulated": [("no_sync", "no_sync", "synced"), ("no_sync", "synced")],
-    "several, each synced": [("synced", "synced"), ("synced", "synced", "synced")],
-    "synced, then accumulated": [("synced", "no_sync", "synced"), ("synced", "no_sync")],
-    "all accumulated": [("no_sync", "no_sync")],
-    "looked at in between": [("synced", "look", "synced", "look", "no_sync", "look")],
-}
-
-
-def accumulate(run, rounds):
-    number = 0
-    for step in (*rounds, *rounds):
-        for kind in step:
-            if kind == "look":
-                run.gradients()
-                continue
-            number += 1
-            with run.no_sync() if kind == "no_sync" else contextlib.nullcontext():
-                run.backward(run.loss(number))
-        run.step()
-
-
-def squares(outputs, _):
-    return outputs.square().sum()
-
-
-def momentum(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-CASE = Case(build=make_model, batch=samples, loss=squares, optimizer=momentum)
-
-
-@matrix(["stage 2", "gemini"], plugin=PLUGINS)
-def test_gradients_equal_one_process_however_they_accumulate(plugin):
-    for rounds in ROUNDS.values():
-        assert_same_loop(partial(accumulate, rounds=rounds), CASE, PLUGINS[plugin])
+    order = order_of_a_step(plugin, 3)
+    assert order.count("average") == DEPTH
+    assert order.count("reduce") == reductions * DEPTH

@@ -5,19 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, noise
+from cases import Case, noise
 from driven_runs import assert_same_loop
-from matrix import matrix, named
+from matrix import matrix
+from plugin_runs import runs
 from torch import nn
 
-from booster_gemini import GeminiPlugin
-from booster_zero import LowLevelZeroPlugin
-
-PLUGINS = {
-    "zero 1": Setting(LowLevelZeroPlugin, {"bucket_bytes": 64}),
-    "zero 2": Setting(LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 64}),
-    "gemini": Setting(GeminiPlugin, {"min_chunk_bytes": 256}),
-}
+PLUGINS = runs("zero1", "zero2", "gemini")
 
 
 class FailingError(RuntimeError):
@@ -43,8 +37,8 @@ class Net(nn.Module):
         raise FailingError(gradient.shape)
 
 
-def adds_up(run, *, rounds, direct, is_warm):
-    """Run backward several times, and note what gradients there are."""
+def adds_up(run, *, rounds, is_warm):
+    """Run backward several times: for each, the layer before which it raises on every rank, or ``None``."""
     if is_warm:
         run.backward(run.loss(50))
         run.step()
@@ -52,21 +46,13 @@ def adds_up(run, *, rounds, direct, is_warm):
         for x in run.batches(number):
             loss = run.model(x).square().mean() / len(run.ranks)
             with nullcontext() if run.net.fails_before is None else pytest.raises(FailingError):
-                loss.backward() if direct else run.backward(loss)
+                run.backward(loss)
     run.steps.append(run.gradients())
 
 
-ROUNDS = (0, None), (1, None, 0)
-"""For each backward, the layer before which it raises on every rank, or ``None``."""
-
-
-@matrix(
-    ["gemini-booster.backward"],
-    plugin=list(PLUGINS),
-    direct=named([True, False], ["loss.backward", "booster.backward"]),
-)
-def test_gradients_after_a_backward_that_raised_equal_one_process(plugin, direct):
-    for rounds in ROUNDS:
+@matrix(["gemini"], plugin=PLUGINS)
+def test_gradients_after_a_backward_that_raised_equal_one_process(plugin):
+    for rounds in ((0, None), (1, None, 0)):
         for is_warm in (False, True):
-            loop = partial(adds_up, rounds=rounds, direct=direct, is_warm=is_warm)
+            loop = partial(adds_up, rounds=rounds, is_warm=is_warm)
             assert_same_loop(loop, Case(build=Net, batch=noise(4, 6)), PLUGINS[plugin])

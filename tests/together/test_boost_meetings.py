@@ -7,12 +7,12 @@ import pytest
 import torch
 from cases import Setting
 from plugin_runs import runs
+from ranked import on_ranks
 from torch.utils.data import DataLoader
 
 from booster_core.ranks.meeting import Meeting
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext
-from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 SETTINGS = {
@@ -38,12 +38,8 @@ def boost(case, *, is_lazy):
     return calls
 
 
-def boost_all(is_lazy):
-    torch.manual_seed(0)
-    return {case: boost(case, is_lazy=is_lazy) for case in SETTINGS}
-
-
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])
+@on_ranks(2)
 def test_boost_meets_once(is_lazy):
-    for of_rank in run_on_ranks(boost_all, 2, is_lazy):
-        assert of_rank == {case: ["boost"] for case in SETTINGS}
+    torch.manual_seed(0)
+    assert {case: boost(case, is_lazy=is_lazy) for case in SETTINGS} == {case: ["boost"] for case in SETTINGS}

@@ -1,4 +1,4 @@
-"""Under every plugin a boosted model's parameters and buffers have the names that they have in the user's model."""
+"""Under every plugin a boosted model's parameters, buffers and classes have the names that the user's model has."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def make_model(plugin):
 def names(plugin, *, compiled=False):
     """Return the names in the user's model, those in the boosted one, and those in its state."""
     user = make_model(plugin)
+    classes = [(module, type(module), module._get_name()) for module in user.modules()]
     plain = {name for name, _ in user.named_parameters()}, {name for name, _ in user.named_buffers()}
     model = torch.compile(user, backend="eager") if compiled else user
     boosted, *_ = Booster(plugin=plugin_named(plugin)).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -30,11 +31,16 @@ def names(plugin, *, compiled=False):
     assert [id(each) for each in boosted.parameters()] == [id(each) for each in parameters.values()]
     assert all(boosted.get_parameter(name) is parameter for name, parameter in parameters.items())
     assert [name for name, _ in boosted.named_parameters("prefix")] == [f"prefix.{name}" for name in parameters]
+    present = {id(module) for module in user.modules()}  # another stage's are gone
+    for module, kind, name in classes:
+        if id(module) in present:
+            assert isinstance(module, kind)
+            assert name == module._get_name() == type(module).__name__
     return plain, (set(parameters), set(buffers)), set(boosted.state_dict())
 
 
-@matrix(["single", "hybrid-tp"], plugin=NAMES)
-def test_parameters_and_buffers_are_named_as_in_the_users_model(plugin):
+@matrix(["single", "fsdp", "hybrid-tp"], plugin=NAMES)
+def test_parameters_buffers_and_classes_are_named_as_in_the_users_model(plugin):
     ranks = run_on_ranks(names, 1 if plugin == "single" else 2, plugin)
     for (parameters, buffers), boosted, state in ranks:
         if plugin == "hybrid-pp":  # each stage has its own layers
@@ -44,23 +50,6 @@ def test_parameters_and_buffers_are_named_as_in_the_users_model(plugin):
             assert boosted == (parameters, buffers)
             assert boosted[0] <= state
     assert set.union(*(boosted[0] for _, boosted, _ in ranks)) == ranks[0][0][0]
-
-
-def classes(plugin):
-    """Return the classes of the user's modules before and after `boost` by name, and whether they are still those."""
-    user = make_model(plugin)
-    before = [(module, type(module), module._get_name()) for module in user.modules()]
-    Booster(plugin=plugin_named(plugin)).boost(user, torch.optim.SGD(user.parameters(), lr=0.1))
-    now = {id(module) for module in user.modules()}
-    kept = [(module, kind, name) for module, kind, name in before if id(module) in now]
-    return [(name, module._get_name(), type(module).__name__, isinstance(module, kind)) for module, kind, name in kept]
-
-
-@matrix(["fsdp", "hybrid-tp"], plugin=NAMES)
-def test_modules_keep_the_names_of_their_classes(plugin):
-    for found in run_on_ranks(classes, 1 if plugin == "single" else 2, plugin):
-        assert len(found) > 1
-        assert all(before == name == of_type and is_one for before, name, of_type, is_one in found), found
 
 
 @on_ranks(2)

@@ -3,23 +3,16 @@
 import torch
 import torch.distributed as dist
 from cases import Case, Setting
-from driven_runs import Run, assert_same_steps, drive
+from driven_runs import Run
 from matrix import matrix
 from named_plugins import plugin_named
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 PLUGINS = ["ddp", "zero", "gemini", "fsdp", "hybrid"]
-NOTHING = {
-    "to its device": lambda model: model.to("cpu"),
-    "to its format": lambda model: model.to(torch.float32),
-    "float": lambda model: model.float(),
-    "cpu": lambda model: model.cpu(),
-}
 CASTS = {
     "double": lambda model: model.double(),
     "half": lambda model: model.half(),
@@ -46,25 +39,6 @@ def loss(outputs, batch):
 
 
 CASE = Case(build=tiny_llama, batch=tokens, loss=loss)
-
-
-def changed(plugin, change):
-    def loop(run):
-        for number in range(2):
-            run.backward(run.loss(number))
-            run.step()
-            change(run.model)
-
-    return drive(loop, CASE, None if plugin is None else Setting(lambda: plugin_named(plugin)), 2, {})
-
-
-def changed_nothing(plugin, how):
-    return changed(plugin, NOTHING[how])
-
-
-@matrix(1, plugin=PLUGINS, how=NOTHING)
-def test_a_move_to_where_the_model_is_changes_nothing(plugin, how):
-    assert_same_steps(run_on_ranks(changed_nothing, 2, plugin, how), changed_nothing(None, how), CASE)
 
 
 @matrix(1, plugin=[name for name in PLUGINS if name != "ddp"], how=CASTS)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
 from matrix import matrix
-from plugin_runs import RUNS, runs
+from plugin_runs import RUNS, boosted, runs
+from ranked import on_ranks
 from residual_stack import SPLIT, Stack
 from torch import nn
 
@@ -114,20 +115,15 @@ class OneInFp64(nn.Module):
         return self.second(torch.tanh(self.first(x))) * self.scale
 
 
-def norm_of_mixed(name):
-    torch.manual_seed(0)
-    model = OneInFp64()
-    booster = SETTINGS[name].make_booster()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.backward(model(rows(torch.float32, 0, 0)).square().mean(), optimizer)
-    return optimizer.clip_grad_by_norm(MAX_NORM)
-
-
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero1", "zero-parameters", "gemini", "hybrid-zero3"])
+@on_ranks(lambda name: SETTINGS[name].num_ranks)
 def test_one_parameter_in_fp64_makes_the_norm_fp64_on_every_rank(name):
-    norms = run_on_ranks(norm_of_mixed, SETTINGS[name].num_ranks, name)
-    assert {norm.dtype for norm in norms} == {torch.float64}
-    assert len({float(norm) for norm in norms}) == 1
+    torch.manual_seed(0)
+    booster, model, optimizer = boosted(SETTINGS[name], OneInFp64())
+    booster.backward(model(rows(torch.float32, 0, 0)).square().mean(), optimizer)
+    norm = optimizer.clip_grad_by_norm(MAX_NORM)
+    assert norm.dtype == torch.float64
+    assert len(set(booster.context.coordinator.all_gather_object(float(norm)))) == 1
 
 
 def adaptive(model):

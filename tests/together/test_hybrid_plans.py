@@ -10,7 +10,6 @@ from family_models import batch_of, build
 
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.sequence_parallel.mask import SequenceMask
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_tools import TrainingFunctions, verify
 
@@ -55,20 +54,3 @@ def test_a_plan_that_changes_a_layer_is_refused():
 def test_a_layer_that_computes_with_its_mask_is_refused():
     message = r"computes with its attention mask itself \(`dtype`\)"
     expect_on_ranks(ConfigError, message, train, 2, "doge", "all_to_all", timeout_seconds=120)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda mask: mask[:, :2],
-        lambda mask: torch.ones(2) + mask,
-        lambda mask: torch.where(mask, 1, 0),
-        lambda mask: ~mask,
-    ],
-    ids=["index", "add", "where", "not"],
-)
-def test_masks_refuse_to_be_computed_with(use):
-    mask = SequenceMask(1, 4, 4, lambda *_: True, None, {})
-    assert not hasattr(mask, "shape")
-    with pytest.raises(ConfigError, match="computes with its attention mask itself"):
-        use(mask)

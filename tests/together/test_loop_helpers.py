@@ -16,7 +16,6 @@ from whole_batches import assert_equals_one_large_batch
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_runtime import join, reduce
-from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 
@@ -68,12 +67,9 @@ def test_steps_follow_the_ranks_that_have_batches(name):
     assert_steps_follow_batches(plugin, UNEVEN[name].num_ranks, in_pipeline=name == "hybrid-pp")
 
 
-def evaluate():
+@on_ranks(2)
+def test_evaluation_ends_together():
     booster, model, _, index = boosted(LowLevelZeroPlugin(stage=2))
     model.eval()
     with torch.no_grad():
-        return sum(len(model(x)) for x in join(booster, iter(batches_of(index))))
-
-
-def test_evaluation_ends_together():
-    assert run_on_ranks(evaluate, 2) == [10, 10]
+        assert sum(len(model(x)) for x in join(booster, iter(batches_of(index)))) == 10

@@ -20,7 +20,6 @@ from booster_core.errors import ConfigError, GradientError
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import accumulate, full_gradient, join, set_full_gradient
-from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
@@ -138,7 +137,20 @@ def test_gradients_that_a_script_assigns_without_a_backward_are_not_divided(plug
         torch.testing.assert_close(change, torch.full_like(change, -0.125), rtol=0, atol=2**-10)  # of fp16
 
 
-def past_the_booster(plugin, way, clips):
+EACH = [(plugin, way) for plugin in PLUGINS for way in WAYS if (plugin, way) != ("single", "joined")]
+"""One rank has as many batches as itself."""
+
+
+@matrix(
+    [f"{plugin}-of the loss-False" for plugin in PLUGINS]
+    + [f"{plugin}-accumulated in part-True" for plugin in PLUGINS]
+    + ["ddp-joined-True", "zero-1-of a part-True", "fsdp-accumulated-False"],
+    2,
+    **{"plugin, way": EACH},
+    clips=[False, True],
+)
+@on_ranks(ranks_of)
+def test_a_step_on_gradients_without_the_factors_raises(plugin, way, clips):
     precision, backward = WAYS[way]
     booster = Booster("cpu", precision, PLUGINS[plugin]())
     model, optimizer = boosted(booster, 0)
@@ -147,29 +159,11 @@ def past_the_booster(plugin, way, clips):
     with pytest.raises(GradientError, match=r"call `booster.backward\(loss, optimizer\)` in place of `loss.backward"):
         use()
     model.zero_grad()
-    values = whole_model(booster, model)
+    tolerance = tolerance_for(torch.float16 if precision is FP16 else torch.float32)
+    assert_same_tensors(whole_model(booster, model), net(0).state_dict(), tolerance)
     booster.backward(loss_of(model, 0), optimizer)
-    found = gradients(booster, model)
+    assert_same_tensors(gradients(booster, model), plain_gradients(0, 0), tolerance)
     optimizer.step()
-    return values, found
-
-
-@matrix(
-    [f"{plugin}-of the loss-False" for plugin in PLUGINS]
-    + [f"{plugin}-accumulated in part-True" for plugin in PLUGINS]
-    + ["ddp-joined-True", "zero-1-of a part-True", "fsdp-accumulated-False"],
-    2,
-    plugin=list(PLUGINS),
-    way=list(WAYS),
-    clips=[False, True],
-)
-def test_a_step_on_gradients_without_the_factors_raises(plugin, way, clips):
-    if plugin == "single" and way == "joined":
-        pytest.skip("One rank has as many batches as itself.")
-    dtype = torch.float16 if WAYS[way][0] is FP16 else torch.float32
-    for values, found in run_on_ranks(past_the_booster, ranks_of(plugin), plugin, way, clips):
-        assert_same_tensors(values, net(0).state_dict(), tolerance_for(dtype))
-        assert_same_tensors(found, plain_gradients(0, 0), tolerance_for(dtype))
 
 
 @matrix(
@@ -211,20 +205,13 @@ def test_a_loss_has_one_weight(plugin):
             of_second.step()
 
 
-def plain_pair():
-    first, second = net(0), net(1)
-    second(first(rows(1))).square().mean().backward()
-    every = [*first.parameters(), *second.parameters()]
-    norm = nn.utils.clip_grad_norm_(every, 0.05)
-    return norm, [each.grad for each in every]
-
-
-def _gradients_at(values):
+def plain_pair(values=()):
+    """Return the parameters of both models with gradients of a loss through them, at some values."""
     models = [net(0), net(1)]
-    for model, tensors in zip(models, values, strict=True):
+    for model, tensors in zip(models, values, strict=False):
         model.load_state_dict(tensors)
     models[1](models[0](rows(1))).square().mean().backward()
-    return [parameter.grad for model in models for parameter in model.parameters()]
+    return [parameter for model in models for parameter in model.parameters()]
 
 
 @matrix(
@@ -255,17 +242,18 @@ def test_models_that_share_a_loss_have_one_loss_scale(plugin, passed):
     found = [*gradients(booster, first).values(), *gradients(booster, second).values()]
     for each in optimizers:
         each.step()
-    expected = _gradients_at(after)
     good = [each.loss_scaler.num_good_steps for each in optimizers]
     assert moved == [passed != [0, 1], False]
     assert scales == [SCALE / 2] * 2
     assert good == [1, 1]
-    for gradient, plain in zip(found, expected, strict=True):
+    for gradient, plain in zip(found, plain_pair(after), strict=True):
         # Products in fp16 against fp32; a wrong scale is a factor of two.
-        torch.testing.assert_close(gradient, plain, rtol=0.02, atol=2e-4)
+        torch.testing.assert_close(gradient, plain.grad, rtol=0.02, atol=2e-4)
 
 
-def clipped_together(plugin):
+@matrix(1, plugin=list(PLUGINS))
+@on_ranks(ranks_of)
+def test_gradients_of_two_models_are_clipped_by_their_joint_norm(plugin):
     booster = Booster("cpu", "fp32", PLUGINS[plugin]())
     (first, of_first), (second, of_second) = boosted(booster, 0), boosted(booster, 1)
     booster.backward(second(first(rows(1))).square().mean(), [of_first, of_second])
@@ -273,16 +261,10 @@ def clipped_together(plugin):
     found = [*gradients(booster, first).values(), *gradients(booster, second).values()]
     of_first.step()
     of_second.step()
-    return norm, found
-
-
-@matrix(1, plugin=list(PLUGINS))
-def test_gradients_of_two_models_are_clipped_by_their_joint_norm(plugin):
-    norm, clipped = plain_pair()
-    for found_norm, found in run_on_ranks(clipped_together, ranks_of(plugin), plugin):
-        torch.testing.assert_close(found_norm, norm)
-        for gradient, plain in zip(found, clipped, strict=True):
-            torch.testing.assert_close(gradient, plain)
+    clipped = plain_pair()
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(clipped, 0.05))
+    for gradient, plain in zip(found, clipped, strict=True):
+        torch.testing.assert_close(gradient, plain.grad)
 
 
 def test_one_optimizer_of_two_models_is_refused_with_the_ways_that_work():

@@ -8,9 +8,10 @@ import contextlib
 from dataclasses import replace
 
 import pytest
+import ranked
 import torch
 from matrix import matrix
-from plugin_runs import RUNS, backward, runs, step
+from plugin_runs import RUNS, backward, runs
 from torch import nn
 
 from booster_core import Booster, PrecisionPolicy
@@ -146,37 +147,28 @@ def test_a_lazy_model_is_trained_as_an_eager_one(name):
         assert_same_tensors(found, wanted, tolerance_for(torch.float32))
 
 
-def trained_purely(name):
-    """Return gradients, values before and after, and the formats of everything that is held."""
-    booster = replace(PLUGINS[name], precision="pure-bf16").make_booster()
-    model = make_model(torch.float32)
-    model, optimizer, *_ = booster.boost(model, adamw(model))
-    found = run(booster, model, optimizer)
-    adapter = booster.state_adapter(model)
-    formats = {
-        "parameters": {shard.dtype for shard in adapter.model_shards()},
-        "state": {shard.dtype for shard in adapter.optimizer_shards() if shard.global_shape},
-        "masters": {shard.dtype for shard in adapter.optimizer_shards() if shard.state == "master"},
-        "gradients": {each.dtype for part in optimizer.gradients_in_parts() for each in part},
-    }
-    outputs = None if name == "hybrid-pp2" else model(**batch_of(0)).logits.dtype
-    return *found, formats, outputs, booster.describe()
-
-
 @matrix(["single", "ddp", "fsdp", "zero2", "gemini", "hybrid-tp2", "hybrid-pp2"], name=PLUGINS)
+@ranked.on_ranks(lambda name: PLUGINS[name].num_ranks)
 def test_pure_bf16_keeps_everything_in_bf16(name):
     plain = make_model(torch.bfloat16)
     plain(**batch_of(0)).loss.backward()
+    booster = replace(PLUGINS[name], precision="pure-bf16").make_booster()
+    model = make_model(torch.float32)
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    gradients, before, after = run(booster, model, optimizer)
     wanted = {each: parameter.grad.float() for each, parameter in plain.named_parameters()}
-    for gradients, before, after, formats, outputs, described in on_ranks(trained_purely, name):
-        assert_same_tensors(gradients, wanted, tolerance_for(torch.bfloat16))
-        assert formats["parameters"] == formats["state"] == {torch.bfloat16}
-        assert formats["gradients"] <= {torch.bfloat16}
-        assert not formats["masters"]
-        assert outputs in (None, torch.bfloat16)
-        assert 0.0 < moved(before, after) < 0.5, "most steps are lost: that is what was asked for"
-        assert "compute bf16, param bf16," in described
-        assert "master none" in described
+    assert_same_tensors(gradients, wanted, tolerance_for(torch.bfloat16))
+    adapter = booster.state_adapter(model)
+    state = [shard for shard in adapter.optimizer_shards() if shard.global_shape]
+    assert {shard.dtype for shard in (*adapter.model_shards(), *state)} == {torch.bfloat16}
+    assert state
+    assert not [shard for shard in adapter.optimizer_shards() if shard.state == "master"]
+    assert {each.dtype for part in optimizer.gradients_in_parts() for each in part} <= {torch.bfloat16}
+    assert name == "hybrid-pp2" or model(**batch_of(0)).logits.dtype == torch.bfloat16
+    assert 0.0 < moved(before, after) < 0.5, "most steps are lost: that is what was asked for"
+    described = booster.describe()
+    assert "compute bf16, param bf16," in described
+    assert "master none" in described
 
 
 class Halves(nn.Module):
@@ -223,25 +215,8 @@ def test_models_of_one_booster_have_formats_of_their_own(name):
         assert is_unscaled
         lines = [each for each in described.splitlines() if each.startswith("precision")]
         assert len(lines) == 3
+        assert "(frozen ones bf16)" in described
         assert sum("compute bf16" in each for each in lines) == 1
-
-
-def adapters_on_a_narrow_base(name):
-    peft = pytest.importorskip("peft")
-    booster = PLUGINS[name].make_booster()
-    model = booster.enable_lora(make_model(torch.bfloat16), lora_config=peft.LoraConfig(target_modules=["q_proj"]))
-    model, optimizer, *_ = booster.boost(model, adamw(model))
-    step(booster, model, optimizer, batch_of(0))
-    return {each: parameter.dtype for each, parameter in model.named_parameters()}, booster.describe()
-
-
-@pytest.mark.parametrize("name", ["single", "ddp", "zero1"])
-def test_adapters_in_fp32_leave_a_narrow_base_as_it_is(name):
-    for formats, described in on_ranks(adapters_on_a_narrow_base, name):
-        adapters = {dtype for each, dtype in formats.items() if "lora_" in each}
-        assert adapters == {torch.float32}
-        assert {dtype for each, dtype in formats.items() if "lora_" not in each} == {torch.bfloat16}
-        assert "param fp32 (frozen ones bf16)" in described
 
 
 def test_an_explicit_policy_leaves_each_parameter_as_it_is():
@@ -263,30 +238,20 @@ CALLS = {
 }
 
 
-def calls_of(name):
-    """Return what can be called: parts that are no units of their own can't under FSDP."""
-    return [call for call in CALLS if name != "fsdp" or "part" not in call]
-
-
-def formats_of_products(name):
-    """Return in which format a layer inside computes, by what is called."""
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero1", "gemini", "hybrid-tp2"])
+@ranked.on_ranks(lambda name: PLUGINS[name].num_ranks)
+def test_parts_and_methods_compute_in_the_precision_of_the_run(name):
+    """Look in which format a layer inside computes, by what is called."""
     torch.manual_seed(0)
     booster, model = replace(PLUGINS[name], precision="bf16").make_booster(), tiny_llama()
     model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     seen = []
     layer = model.unwrap().model.layers[0].self_attn.q_proj
     layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    found = {}
     with torch.no_grad():
-        for call in calls_of(name):
-            seen.clear()
-            CALLS[call](model.eval(), batch_of(0)["input_ids"][:2, :4] % 16)
-            found[call] = set(seen)
-    return found, torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero1", "gemini", "hybrid-tp2"])
-def test_parts_and_methods_compute_in_the_precision_of_the_run(name):
-    for found, is_left_on in on_ranks(formats_of_products, name):
-        assert found == {call: {torch.bfloat16} for call in calls_of(name)}
-        assert not is_left_on
+        for call, function in CALLS.items():
+            if name != "fsdp" or "part" not in call:  # parts that are no units of their own can't be called
+                seen.clear()
+                function(model.eval(), batch_of(0)["input_ids"][:2, :4] % 16)
+                assert set(seen) == {torch.bfloat16}, call
+    assert not torch.is_autocast_enabled("cpu")

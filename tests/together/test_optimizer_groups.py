@@ -71,15 +71,6 @@ def penalizes(run):
         run.step()
 
 
-def drops_gradients(run):
-    for step in range(3):
-        run.backward(run.loss(10 + step))
-        for parameter in listed(run):
-            parameter.grad = None
-        run.backward(run.loss(step))
-        run.step()
-
-
 def counts(run):
     assert [tuple(each.shape) for each in listed(run)] == [(16, 8), (16,), (1, 16), (1,)]
     run.backward(run.loss(0))
@@ -104,14 +95,6 @@ def resets_state(run):
                 run.optimizer.state[parameter]["momentum_buffer"].zero_()
 
 
-def resets_state_of_what_there_is(run):
-    for step in range(3):
-        run.backward(run.loss(step))
-        run.step()
-        for state in run.optimizer.state.values():
-            state["momentum_buffer"].zero_()
-
-
 def clears_state(run):
     for step in range(3):
         run.backward(run.loss(step))
@@ -123,11 +106,9 @@ REFUSED = {
     decays_matrices: dict.fromkeys(GATHERED, ConfigError),
     decays_after_the_step: dict.fromkeys(GATHERED, ConfigError),
     penalizes: dict.fromkeys(("fsdp", *GATHERED), ConfigError),  # torch mixes no DTensor with the loss
-    drops_gradients: {},
     counts: {},
     centralizes_gradients: dict.fromkeys(PLUGINS.keys() - {"ddp", "fsdp"}, GradientError),
     resets_state: dict.fromkeys(PLUGINS.keys() - {"ddp", "fsdp"}, ConfigError),
-    resets_state_of_what_there_is: {},
     clears_state: {},
 }
 """For each loop, under which plugins it raises on every rank."""

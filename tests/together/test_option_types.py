@@ -4,15 +4,12 @@ import pytest
 
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
-from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_zero import LowLevelZeroPlugin
 
 WRONG = [
     (LowLevelZeroPlugin, {"bucket_bytes": "25MB"}, "`bucket_bytes='25MB'` must be of type int or None, not str"),
     (LowLevelZeroPlugin, {"stage": True}, "`stage=True` must be of type int, not bool"),
-    (LowLevelZeroPlugin, {"replica_size": 2.0}, "`replica_size=2.0` must be of type int, not float"),
-    (GeminiPlugin, {"shard_param_frac": "1"}, "`shard_param_frac='1'` must be of type float, not str"),
     (TorchDDPPlugin, {"bucket_cap_mb": "25"}, "`bucket_cap_mb='25'` must be of type float or None, not str"),
     (TorchFSDPPlugin, {"reshard_after_forward": "x"}, "`reshard_after_forward='x'` must be of type bool or int, not"),
     (HybridParallelPlugin, {"parallel_output": "no"}, "`parallel_output='no'` must be of type bool, not str"),

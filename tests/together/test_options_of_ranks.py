@@ -61,10 +61,6 @@ def scheduler_on_one(rank, optimizer, scheduler):
         scheduler.step(torch.tensor(1.0))
 
 
-def plateau_of_each(rank, optimizer, scheduler):
-    scheduler.step(torch.tensor(1.0 - rank))
-
-
 def betas_of_each(rank, optimizer, scheduler):
     optimizer.param_groups[0]["betas"] = (0.5, 0.9 + rank / 100)
 
@@ -92,7 +88,6 @@ CHANGES = {
     "rate on one": (rate_on_one, r"`lr of group 1`: 0\.1\d* on rank 0, 0\.025 on rank 1, in `step`.*reduce\(booster, "),
     "rate and use on one": (rate_and_use_on_one, r"`lr of group 1`: 0\.1\d* on rank 0, 0\.025 on rank 1, in `step`"),
     "scheduler on one": (scheduler_on_one, r"`lr of group 0`: 0\.05 on rank 0, 0\.1 on rank 1; `lr of group 1`"),
-    "plateau of each": (plateau_of_each, r"`lr of group 0`: 0\.05 on rank 0, 0\.1 on rank 1"),
     "betas of each": (betas_of_each, r"`betas of group 0`: \(0\.5, 0\.9\) on rank 0, \(0\.5, 0\.91\) on rank 1"),
 }
 FP16 = PrecisionPolicy.parse("fp16", loss_scale=LossScaleConfig(initial_scale=2.0))
@@ -137,7 +132,7 @@ def change_settings(name, change):
 @matrix(
     [f"{name}-rate on one" for name in STRATEGIES]
     + ["zero-1 clipped-rate and use on one", "zero-1 fp16-rate and use on one"]
-    + ["ddp-plateau of each", "zero-1-scheduler on one", "fsdp-betas of each"],
+    + ["zero-1-scheduler on one", "fsdp-betas of each"],
     name=list(STRATEGIES),
     change=list(CHANGES),
 )

@@ -15,6 +15,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
+from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMLP, tiny_llama
 
 RUNS = runs("single", "ddp", "fsdp", "zero1", "zero2", "gemini", "hybrid-tp", "hybrid-pp")
@@ -93,6 +94,23 @@ def test_a_method_that_fsdp_was_told_of_trains():
     booster, model, optimizer = boosted(Setting(TorchFSDPPlugin, {"forward_methods": ["loss"]}), WithMethod())
     booster.backward(model.loss(torch.randn(4, 8)), optimizer)
     optimizer.step()
+
+
+@pytest.mark.parametrize("run", ["single", "ddp"])
+@on_ranks(lambda run: RUNS[run].num_ranks)
+def test_an_optimizer_made_after_boost_trains_as_in_one_process(run):
+    torch.manual_seed(0)
+    plain, x = TinyMLP(), torch.randn(4, 8)
+    booster = RUNS[run].make_booster()
+    model = booster.boost(copy.deepcopy(plain)).model
+    coordinator = booster.context.coordinator
+    for net, own in ((model, x[coordinator.rank :: coordinator.world_size]), (plain, x)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            net(own).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_tensors(model.state_dict(), plain.state_dict(), tolerance_for(torch.float32))
 
 
 def test_copies_and_pickles_of_the_model_are_free():

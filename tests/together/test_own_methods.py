@@ -6,12 +6,12 @@ import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, noise
 from matrix import matrix, named
+from ranked import raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import load
-from booster_testing import expect_on_ranks
 
 
 class Averaging(torch.optim.Optimizer):
@@ -136,7 +136,9 @@ def test_what_is_assigned_to_data_reaches_every_rank(name, tmp_path):
     assert_equals_one_process(case, Setting(partial(plugin_of, name, str(tmp_path))))
 
 
-def evaluates_twice(plugin):
+@pytest.mark.parametrize("plugin", ["zero", "gemini", "fsdp"])
+@raises_on_ranks(ConfigError, "closure|several times", 2)
+def test_models_are_evaluated_once_in_a_step_of_sharded_state(plugin):
     model = net()
     optimizer = assigning(model)
     optimizer.evaluates_twice = True
@@ -152,11 +154,6 @@ def evaluates_twice(plugin):
     optimizer.step(closure)
 
 
-@pytest.mark.parametrize("plugin", ["zero", "gemini", "fsdp"])
-def test_models_are_evaluated_once_in_a_step_of_sharded_state(plugin):
-    expect_on_ranks(ConfigError, "closure|several times", evaluates_twice, 2, plugin)
-
-
 class Clipping(torch.optim.SGD):
     """SGD that clips by the norm of all parameters in its step, as those that detectron2 makes."""
 
@@ -165,23 +162,11 @@ class Clipping(torch.optim.SGD):
         return super().step(closure)
 
 
-def clipping(model):
-    return Clipping(model.parameters(), 0.1)
-
-
-def clips_in_its_step(plugin, options):
-    model = net()
+@pytest.mark.parametrize("name", ["fsdp", "zero1", "gemini", "hybrid", "hybrid3"])
+@raises_on_ranks(ConfigError, "Clipping lets one parameter influence", 2)
+def test_an_optimizer_that_clips_by_the_norm_of_all_is_refused_where_ranks_step_on_some(name):
+    model, (plugin, options) = net(), PLUGINS[name]
     booster = Booster(plugin=load(plugin)(**options))
-    model, optimizer, *_ = booster.boost(model, clipping(model))
+    model, optimizer, *_ = booster.boost(model, Clipping(model.parameters(), 0.1))
     booster.backward(model(rows(0, 0)).square().mean(), optimizer)
     optimizer.step()
-
-
-@pytest.mark.parametrize("name", ["fsdp", "zero1", "gemini", "hybrid", "hybrid3"])
-def test_an_optimizer_that_clips_by_the_norm_of_all_is_refused_where_ranks_step_on_some(name):
-    expect_on_ranks(ConfigError, "Clipping lets one parameter influence", clips_in_its_step, 2, *PLUGINS[name])
-
-
-def test_an_optimizer_that_clips_by_the_norm_of_all_is_right_where_ranks_step_on_all():
-    case = Case(build=net, batch=rows, optimizer=clipping, max_norm=None)
-    assert_equals_one_process(case, Setting(partial(load("hybrid"))))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import matrix
+from residual_stack import Stack
 from torch import Tensor, nn
 
 from booster_core.errors import ConfigError, GradientError
@@ -226,25 +227,12 @@ def test_plans_step_as_accelerators_do(name):
     assert peak(on_host=True) == peak(foreach=False)
 
 
-class Blocks(nn.Module):
-    """Has a list of layers of its own, which a third party's policy names."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_plans_of_pipelines_may_follow_each_other():
     def build():
-        model = Blocks()
+        model = Stack()
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    options = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.zeros(2, 64)}
+    options = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.zeros(2, 8)}
     devices = Devices(number=4, memory_bytes=2**30)
     settings = [
         Candidate(name="hybrid", options={"pp_size": 2, "num_microbatches": 4, **options}),
@@ -252,7 +240,7 @@ def test_plans_of_pipelines_may_follow_each_other():
         Candidate(name="hybrid", options={"pp_size": 8, **options}),
         Candidate(name="ddp"),
     ]
-    functions = TrainingFunctions(build, lambda: torch.zeros(16, 64), lambda outputs, _: outputs.square().mean())
+    functions = TrainingFunctions(build, lambda: torch.zeros(16, 8), lambda outputs, _: outputs.square().mean())
     found = plan(functions, devices, settings=settings)
     sizes = {
         each.candidate.options.get("pp_size", 1): each.prediction.num_stages for each in found.settings if each.fits

@@ -55,7 +55,16 @@ FOUND: list[Program] = [
 """Programs that went wrong once."""
 
 
-READS = ("read parameters", "read gradients", "evaluate", "inference mode", "state_dict", "freeze", "unfreeze")
+READS = (
+    "read parameters",
+    "read gradients",
+    "evaluate",
+    "inference mode",
+    "state_dict",
+    "freeze",
+    "unfreeze",
+    "to where it is",
+)
 WRITES = ("mul_", "clamp_", "copy_", "element", "lerp_", "apply(init)", "data.mul_")
 WORKS = {
     "ddp": (*WRITES, "data = x", "hook", "deepcopy", "copy", "AveragedModel", "part", "train more"),

@@ -48,9 +48,6 @@ os.write(1, f"AT {time.time()}\\n".encode())
 if case == "save":
     if c.rank == 0:
         booster.save_model(model, folder + "/model")
-elif case == "save the optimizer":
-    if c.rank == 0:
-        booster.save_optimizer(optimizer, folder + "/optimizer")
 elif case == "save while others train":
     if c.rank == 0:
         booster.save_model(model, folder + "/model")
@@ -98,7 +95,6 @@ os.write(1, f"END {c.rank}\\n".encode())
 
 NAMED = {
     "save": (0, r"`save_model` #1, which"),
-    "save the optimizer": (0, r"`save_optimizer` #1, which"),
     "save while others train": (0, r"`save_model` #1, and"),
     "a step more": (1, r"#3, which"),
     "a step more while others wait": (1, r"in `block_all` #1, and rank 1 waits in "),

@@ -108,8 +108,10 @@ def test_training_equals_one_process_through_a_checkpoint(plugin, tmp_path):
     assert_equals_one_process(replace(PLAIN, before_step=decay), SETTINGS[plugin], checkpoint=tmp_path / "run")
 
 
-def lazy_with_schedulers(plugin, root):
-    """Train a lazy model with schedulers, and save it in the end; return its parameters, and those that are loaded."""
+@pytest.mark.parametrize("plugin", ["zero-1", "gemini"])
+@on_ranks(2)
+def test_a_lazy_model_and_a_scheduler_of_each_train_as_in_one_process(plugin, tmp_path):
+    """Train a lazy model with schedulers, save it in the end, and load it."""
     booster = SETTINGS[plugin].make_booster()
     with LazyInitContext():
         model, optimizers = make()
@@ -126,25 +128,21 @@ def lazy_with_schedulers(plugin, root):
             each.zero_grad()
         for each in steered:
             each.step()
-    booster.save_checkpoint(root, model=model, optimizer=boosted, lr_scheduler=steered, step=STEPS)
+    booster.save_checkpoint(tmp_path / "run", model=model, optimizer=boosted, lr_scheduler=steered, step=STEPS)
     other, optimizers = make()
     schedulers = tuple(torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers)
     other, boosted, _, _, steered = booster.boost(other, tuple(optimizers), lr_scheduler=schedulers)
     assert type(boosted) is tuple
-    booster.load_checkpoint(root, model=other, optimizer=boosted, lr_scheduler=steered)
+    booster.load_checkpoint(tmp_path / "run", model=other, optimizer=boosted, lr_scheduler=steered)
     assert [each.get_last_lr() for each in steered] == [[pytest.approx(rate * 0.9**STEPS)] for rate in (0.02, 0.05)]
-    return whole_model(booster, model), whole_model(booster, other)
+    expected = train_plainly(replace(PLAIN, before_step=decay), 2).parameters
+    for each in (model, other):
+        assert_same_tensors(whole_model(booster, each), expected, PLAIN.tolerance)
 
 
-@pytest.mark.parametrize("plugin", ["zero-1", "gemini"])
-def test_a_lazy_model_and_a_scheduler_of_each_train_as_in_one_process(plugin, tmp_path):
-    expected = train_plainly(replace(PLAIN, before_step=decay), SETTINGS[plugin].num_ranks)
-    for found in run_on_ranks(lazy_with_schedulers, SETTINGS[plugin].num_ranks, plugin, tmp_path / "run"):
-        for weights in found:
-            assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
-
-
-def trained_by_train_batch(plugin):
+@matrix(["fsdp", "zero-2", "gemini"], plugin=SETTINGS)
+@on_ranks(lambda plugin: SETTINGS[plugin].num_ranks)
+def test_train_batch_steps_all_of_them(plugin):
     booster = SETTINGS[plugin].make_booster()
     model, optimizers = make()
     model, boosted, *_ = booster.boost(model, optimizers)
@@ -159,14 +157,8 @@ def trained_by_train_batch(plugin):
             accumulation=2,
             max_norm=MAX_NORM,
         )
-    return whole_model(booster, model)
-
-
-@matrix(["fsdp", "zero-2", "gemini"], plugin=SETTINGS)
-def test_train_batch_steps_all_of_them(plugin):
-    expected = train_plainly(PLAIN, SETTINGS[plugin].num_ranks)
-    for weights in run_on_ranks(trained_by_train_batch, SETTINGS[plugin].num_ranks, plugin):
-        assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
+    expected = train_plainly(PLAIN, coordinator.world_size).parameters
+    assert_same_tensors(whole_model(booster, model), expected, PLAIN.tolerance)
 
 
 @matrix(1, plugin=[name for name in SETTINGS if "replicas" not in name], overflowing=[0, 1])

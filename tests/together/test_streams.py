@@ -1,11 +1,13 @@
 """Streams that are read by shards: each sample once, and a run goes on with other numbers of ranks and workers."""
 
+import itertools
+
 import pytest
 import torch
 from isolated_libraries import FOLDER, missing_libraries, use_isolated_libraries
 from log_records import Records
 from matrix import matrix
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from booster_core import Booster
@@ -76,122 +78,100 @@ with_datasets = pytest.mark.skipif(
 EACH_KIND = ["own", "without positions", pytest.param("datasets", marks=with_datasets)]
 
 
-def loader_of(kind, lengths, *, num_workers=0, drop_last=False, **options):
+def loader_of(kind, lengths, **options):
     booster = Booster("cpu", plugin=TorchDDPPlugin())
-    loader = DataLoader(KINDS[kind](lengths), batch_size=2, num_workers=num_workers, drop_last=drop_last, **options)
+    loader = DataLoader(KINDS.get(kind, kind)(lengths), batch_size=2, **options)
     _, _, _, loader, _ = booster.boost(torch.nn.Linear(1, 1), dataloader=loader)
     return booster, loader
 
 
-def numbers_of(batch):
-    return batch["number"] if isinstance(batch, dict) else batch
+def passes(kind, lengths, state=None, counts=(None,), **options):
+    """Go on where a state says; return of each pass what counts of some batches, and what they have, and the state."""
+    _, loader = loader_of(kind, lengths, **options)
+    if state is not None:
+        loader.load_state_dict(state)
+    found = []
+    for count in counts:
+        batches = (each["number"] if isinstance(each, dict) else each for each in itertools.islice(loader, count))
+        found.append([(loader.without_padding(each).tolist(), each.tolist()) for each in batches])
+    current = getattr(loader.dataset, "_current", None)
+    return found, loader.state_dict(), current[1].num_read if kind == "own" and current else None
 
 
-def whole_pass(kind, lengths, num_workers, drop_last):
-    _, loader = loader_of(kind, lengths, num_workers=num_workers, drop_last=drop_last)
-    first = [loader.without_padding(numbers_of(batch)).tolist() for batch in loader]
-    return len(first), [number for batch in first for number in batch], [numbers_of(batch).tolist() for batch in loader]
+def numbers_of(results, number=0):
+    """Return what counts in a pass on all ranks, in order."""
+    return sorted(each for found, *_ in results for counted, _ in found[number] for each in counted)
 
 
-def everything(lengths):
-    return [100 * index + number for index, length in enumerate(lengths) for number in range(length)]
+def everything(lengths, epoch=0):
+    return [10_000 * epoch + 100 * index + number for index, length in enumerate(lengths) for number in range(length)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", EACH_KIND)
 def test_each_sample_comes_once_and_ranks_have_equally_many_batches(kind, num_workers):
     lengths = [5, 3, 4, 8, 1]
-    results = run_on_ranks(whole_pass, 2, kind, lengths, num_workers, False)
-    assert len({count for count, *_ in results}) == 1
-    assert sorted(number for _, numbers, _ in results for number in numbers) == everything(lengths)
-    second = {number for *_, batches in results for batch in batches for number in batch}
-    assert second == {number + (0 if kind == "datasets" else 10_000) for number in everything(lengths)}
+    results = run_on_ranks(passes, 2, kind, lengths, None, (None, None), num_workers=num_workers)
+    assert len({len(found[0]) for found, *_ in results}) == 1
+    assert numbers_of(results) == everything(lengths)
+    second = {each for found, *_ in results for _, batch in found[1] for each in batch}
+    assert second == {*everything(lengths, epoch=0 if kind == "datasets" else 1)}
 
 
 def test_all_end_with_the_first_where_the_rest_is_dropped():
-    results = run_on_ranks(whole_pass, 2, "own", [5, 3, 5, 9], 0, True)
-    assert [count for count, *_ in results] == [5, 5]
-    numbers = [number for _, own, _ in results for number in own]
+    results = run_on_ranks(passes, 2, "own", [5, 3, 5, 9], drop_last=True)
+    assert [len(found[0]) for found, *_ in results] == [5, 5]
+    numbers = numbers_of(results)
     assert len(numbers) == len(set(numbers)) == 20
-
-
-def read(kind, lengths, num_batches, num_workers, state):
-    _, loader = loader_of(kind, lengths, num_workers=num_workers)
-    if state is not None:
-        loader.load_state_dict(state)
-    numbers = []
-    for number, batch in enumerate(loader, start=1):
-        numbers += loader.without_padding(numbers_of(batch)).tolist()
-        if number == num_batches:
-            break
-    dataset = loader.dataset
-    current = dataset._current
-    num_read = current[1].num_read if kind == "own" and current else None
-    return numbers, loader.state_dict(), num_read
 
 
 @matrix(2, kind=EACH_KIND, workers=[(0, 0), (2, 0), (0, 2)], ranks=[(2, 1), (1, 3), (3, 2)])
 def test_a_position_is_restored_with_other_ranks_and_workers(kind, workers, ranks):
     lengths = [5, 3, 4, 8]
-    first = run_on_ranks(read, ranks[0], kind, lengths, 2, workers[0], None)
+    first = run_on_ranks(passes, ranks[0], kind, lengths, None, (2,), num_workers=workers[0])
     states = [state for _, state, _ in first]
     assert all(state == states[0] for state in states)
-    rest = run_on_ranks(read, ranks[1], kind, lengths, None, workers[1], states[0])
-    seen = [number for numbers, *_ in (*first, *rest) for number in numbers]
-    assert sorted(seen) == everything(lengths)
+    rest = run_on_ranks(passes, ranks[1], kind, lengths, states[0], num_workers=workers[1])
+    assert numbers_of([*first, *rest]) == everything(lengths)
+
+
+def state_after(lengths, num_batches):
+    """Return where a process is that has read some batches alone."""
+    return run_on_ranks(passes, 1, "own", lengths, None, (num_batches,))[0][1]
 
 
 def test_what_was_read_is_not_read_again():
-    ((_, state, _),) = run_on_ranks(read, 1, "own", [50], 20, 0, None)
-    ((numbers, _, num_read),) = run_on_ranks(read, 1, "own", [50], 2, 0, state)
-    assert numbers == [40, 41, 42, 43]
-    assert num_read == 4
-
-
-def two_passes(state):
-    _, loader = loader_of("own", [2, 8], drop_last=True)
-    loader.load_state_dict(state)
-    return [[batch.tolist() for batch in loader] for _ in range(2)]
+    results = run_on_ranks(passes, 1, "own", [50], state_after([50], 20), (2,))
+    assert numbers_of(results) == [40, 41, 42, 43]
+    assert results[0][2] == 4
 
 
 def test_a_pass_that_goes_on_where_a_rank_had_ended_ends_where_the_rest_is_dropped():
-    ((_, state, _),) = run_on_ranks(read, 1, "own", [2, 8], 2, 0, None)
-    first, second = run_on_ranks(two_passes, 2, state)
-    assert first == [[], [[10_000, 10_001]]]
-    assert second == [[], [[10_100, 10_101]]]
-
-
-def leave_early(state):
-    _, loader = loader_of("own", [6, 5])
-    loader.load_state_dict(state)
-    first = next(iter(loader)).tolist()
-    return first, [batch.tolist() for batch in loader]
+    state = state_after([2, 8], 2)
+    results = run_on_ranks(passes, 2, "own", [2, 8], state, (None, None), drop_last=True)
+    assert [found[0] for found, *_ in results] == [[], []]
+    assert [[batch for _, batch in found[1]] for found, *_ in results] == [[[10_000, 10_001]], [[10_100, 10_101]]]
 
 
 def test_the_pass_after_one_that_was_left_begins_at_the_start():
-    ((_, state, _),) = run_on_ranks(read, 1, "own", [6, 5], 2, 0, None)
-    ((first, second),) = run_on_ranks(leave_early, 1, state)
-    assert first == [4, 5]
-    assert sorted(number - 10_000 for batch in second for number in batch) == everything([6, 5])
+    results = run_on_ranks(passes, 1, "own", [6, 5], state_after([6, 5], 2), (1, None))
+    assert numbers_of(results) == [4, 5]
+    assert numbers_of(results, 1) == everything([6, 5], epoch=1)
 
 
-def save_and_load(folder):
-    booster, loader = loader_of("own", [6, 6])
-    model, *_ = booster.boost(torch.nn.Linear(1, 1))
-    batches = iter(loader)
-    first = next(batches).tolist()
-    booster.save_checkpoint(folder, step=1, model=model, dataloader=loader)
-    expected = [batch.tolist() for batch in batches]
-    booster, loader = loader_of("own", [6, 6])
-    model, *_ = booster.boost(torch.nn.Linear(1, 1))
-    booster.load_checkpoint(folder, model=model, dataloader=loader)
-    return first, expected, [batch.tolist() for batch in loader]
-
-
+@on_ranks(2)
 def test_checkpoints_have_the_position(tmp_path):
-    for rank, (first, expected, actual) in enumerate(run_on_ranks(save_and_load, 2, tmp_path)):
-        assert first == [100 * rank, 100 * rank + 1]
-        assert actual == expected == [[100 * rank + 2, 100 * rank + 3], [100 * rank + 4, 100 * rank + 5]]
+    booster, loader = loader_of("own", [6, 6])
+    model, *_ = booster.boost(torch.nn.Linear(1, 1))
+    batches, own = iter(loader), 100 * DistCoordinator().rank
+    assert next(batches).tolist() == [own, own + 1]
+    booster.save_checkpoint(tmp_path, step=1, model=model, dataloader=loader)
+    rest = [[own + 2, own + 3], [own + 4, own + 5]]
+    assert [batch.tolist() for batch in batches] == rest
+    booster, loader = loader_of("own", [6, 6])
+    model, *_ = booster.boost(torch.nn.Linear(1, 1))
+    booster.load_checkpoint(tmp_path, model=model, dataloader=loader)
+    assert [batch.tolist() for batch in loader] == rest
 
 
 def train(lengths, batches=None):
@@ -227,9 +207,8 @@ def test_ranks_whose_shards_have_ended_leave_the_gradients_as_those_of_one_proce
 
 
 def test_ranks_take_turns_to_lend_their_batches():
-    results = run_on_ranks(whole_pass, 3, "own", [0, 4, 4], 0, False)
-    lent = [[number - 10_000 for number in batch] for batch in results[0][2]]
-    assert lent == [[100, 101], [202, 203]]
+    results = run_on_ranks(passes, 3, "own", [0, 4, 4], None, (None, None))
+    assert [batch for _, batch in results[0][0][1]] == [[10_100, 10_101], [10_202, 10_203]]
 
 
 def split_tensors(lengths):
@@ -243,14 +222,8 @@ def test_ranks_that_share_samples_have_the_same():
     assert run_on_ranks(split_tensors, 4, [0, 3]) == [ended, ended, others, others]
 
 
-def few_shards():
-    _, loader = loader_of("own", [7])
-    return [number for batch in loader for number in loader.without_padding(batch).tolist()]
-
-
 def test_fewer_shards_than_ranks_are_read_by_all():
-    first, second = run_on_ranks(few_shards, 2)
-    assert sorted(first + second) == list(range(7))
+    assert numbers_of(run_on_ranks(passes, 2, "own", [7])) == list(range(7))
 
 
 class Breaks(Shards):
@@ -267,36 +240,24 @@ class Broken(Shards):
         raise OSError(msg)
 
 
-def meet_an_error(kind, lengths, **options):
-    booster = Booster("cpu", plugin=TorchDDPPlugin())
-    loader = DataLoader(kind(lengths), batch_size=2, **options)
-    _, _, _, loader, _ = booster.boost(torch.nn.Linear(1, 1), dataloader=loader)
-    list(loader)
-
-
 def functions_of(samples):
     return [lambda: samples]
 
 
 def test_what_one_rank_meets_is_raised_on_all():
-    expect_on_ranks(OSError, "the file is damaged", meet_an_error, 2, Breaks, [3, 3])
-    expect_on_ranks(ConfigError, "no batch at all", meet_an_error, 2, Shards, [3, 0], drop_last=True)
-    expect_on_ranks(ConfigError, "can't be pickled", meet_an_error, 2, Shards, [3, 0], collate_fn=functions_of)
-
-
-def restore(state, lengths, **options):
-    _, loader = loader_of("own", lengths, **options)
-    loader.load_state_dict(state)
+    expect_on_ranks(OSError, "the file is damaged", passes, 2, Breaks, [3, 3])
+    expect_on_ranks(ConfigError, "no batch at all", passes, 2, "own", [3, 0], drop_last=True)
+    expect_on_ranks(ConfigError, "can't be pickled", passes, 2, "own", [3, 0], collate_fn=functions_of)
 
 
 def test_positions_that_do_not_fit_are_refused():
-    ((_, state, _),) = run_on_ranks(read, 1, "own", [5, 5], 1, 0, None)
-    expect_on_ranks(CheckpointError, "2 shards; this one has 3", restore, 1, state, [5, 5, 5])
-    expect_on_ranks(CheckpointError, "fewer shards", restore, 3, state, [5, 5])
-    options = {"num_workers": 1, "persistent_workers": True}
-    expect_on_ranks(CheckpointError, "Persistent workers", restore, 1, state, [5, 5], **options)
+    state = state_after([5, 5], 1)
+    expect_on_ranks(CheckpointError, "2 shards; this one has 3", passes, 1, "own", [5, 5, 5], state)
+    expect_on_ranks(CheckpointError, "fewer shards", passes, 3, "own", [5, 5], state)
+    persistent = {"num_workers": 1, "persistent_workers": True}
+    expect_on_ranks(CheckpointError, "Persistent workers", passes, 1, "own", [5, 5], state, **persistent)
     del state["shards"]
-    expect_on_ranks(CheckpointError, "not read by shards", restore, 1, state, [5, 5])
+    expect_on_ranks(CheckpointError, "not read by shards", passes, 1, "own", [5, 5], state)
 
 
 @with_datasets

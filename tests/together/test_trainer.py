@@ -5,11 +5,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from ranked import on_ranks, raises_on_ranks
 from safetensors.torch import load_file
 from trainer_runs import NUM_EVALUATED, assert_same_parameters, make_model, make_trainer, saved_parameters, train
 
 from booster_core.errors import ConfigError
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 pytestmark = pytest.mark.skipif(
     None in (find_spec("transformers"), find_spec("accelerate")), reason="the Trainer needs transformers and accelerate"
@@ -62,10 +63,6 @@ def test_a_run_resumes_under_another_plugin(saved_by, loaded_by, plain, tmp_path
     assert_same_parameters(tmp_path / "out", parameters)
 
 
-def _refused(folder, plugin, changes):
-    make_trainer(plugin, folder, **changes).train()
-
-
 @pytest.mark.parametrize(
     ("plugin", "changes", "message"),
     [
@@ -73,21 +70,17 @@ def _refused(folder, plugin, changes):
         ("hybrid-tp", {"train_sampling_strategy": "batch_rebalance"}, "ranks of this plugin share batches"),
     ],
 )
+@on_ranks(2)
 def test_arguments_that_contradict_the_plugin_raise_on_every_rank(plugin, changes, message, tmp_path):
-    errors = expect_on_ranks(ConfigError, message, _refused, 2, tmp_path, plugin, changes)
-    assert all(errors)
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(plugin, tmp_path, **changes).train()
 
 
-def _train_with_forward_replaced(folder):
+@raises_on_ranks(ConfigError, "has replaced `LlamaForCausalLM", 2)
+def test_a_forward_that_was_replaced_raises_where_layers_are_split(tmp_path):
     model = make_model()
     model.forward = model.forward
-    make_trainer("hybrid-tp", folder, model=model).train()
-
-
-def test_a_forward_that_was_replaced_raises_where_layers_are_split(tmp_path):
-    assert all(
-        expect_on_ranks(ConfigError, "has replaced `LlamaForCausalLM", _train_with_forward_replaced, 2, tmp_path)
-    )
+    make_trainer("hybrid-tp", tmp_path, model=model).train()
 
 
 def _make_adapted():
@@ -99,15 +92,13 @@ def _make_adapted():
         return get_peft_model(make_model(), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
 
 
-def _make_trainer_of_best_adapters(folder):
-    best = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
-    make_trainer("zero", folder, model=_make_adapted(), **best)
-
-
+@pytest.mark.skipif(find_spec("peft") is None, reason="adapters are peft's")
+@raises_on_ranks(
+    ConfigError, r"can't be followed for adapters.*best_model_checkpoint.*enable_lora\(base, pretrained_dir", 2
+)
 def test_the_best_adapters_are_not_promised(tmp_path):
-    pytest.importorskip("peft", reason="adapters are peft's")
-    match = r"can't be followed for adapters.*best_model_checkpoint.*enable_lora\(base, pretrained_dir"
-    expect_on_ranks(ConfigError, match, _make_trainer_of_best_adapters, 2, tmp_path)
+    best = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    make_trainer("zero", tmp_path, model=_make_adapted(), **best)
 
 
 def _train_adapters(name, folder, resume=None):

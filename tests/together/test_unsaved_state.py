@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.models import TinyMLP
 
 PLUGINS = ["ddp", "fsdp", "zero", "gemini", "hybrid"]
 
@@ -37,35 +37,6 @@ def hooked(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(parameters, **options)
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": 3})
     return optimizer
-
-
-OPTIMIZERS = {"key": CountingSGD, "override": ReportingSGD, "hook": hooked}
-
-
-def train_and_save(plugin: str, kind: str, folder: str, method: str) -> None:
-    booster = Booster(plugin=plugin)
-    torch.manual_seed(1)
-    model = TinyMLP()
-    boosted, optimizer, *_ = booster.boost(model, OPTIMIZERS[kind](model.parameters(), lr=0.1, momentum=0.9))
-    booster.backward(boosted(torch.ones(2, 8)).square().mean(), optimizer)
-    optimizer.step()
-    if method == "save_checkpoint":
-        booster.save_checkpoint(folder, step=1, model=boosted, optimizer=optimizer)
-    else:
-        booster.save_optimizer(optimizer, folder, shard=True, gather_dtensor=method != "dcp")
-
-
-LOST = {"key": r"optimizer\.state\['calls'\]", "override": r"\['history'\]", "hook": r"\['note'\]"}
-
-
-@matrix(1, plugin=PLUGINS, kind=LOST)
-def test_an_optimizer_with_state_of_no_parameter_is_not_saved(plugin, kind, tmp_path) -> None:
-    expect_on_ranks(CheckpointError, LOST[kind], train_and_save, 2, plugin, kind, str(tmp_path / "o"), "save_optimizer")
-
-
-@pytest.mark.parametrize("method", ["save_checkpoint", "dcp"])
-def test_other_ways_to_save_refuse_it_too(method, tmp_path) -> None:
-    expect_on_ranks(CheckpointError, LOST["key"], train_and_save, 2, "ddp", "key", str(tmp_path / "o"), method)
 
 
 class Packed(nn.Linear):
@@ -108,53 +79,70 @@ def harmless() -> nn.Module:
 
 
 LAYERS = {"override": Packed, "sharded": Sharded, "hook": with_hook, "harmless": harmless}
+OPTIMIZERS = {"key": CountingSGD, "override": ReportingSGD, "hook": hooked}
 
 
-def save_model(plugin: str, kind: str, path: str, method: str) -> None:
+def save(plugin: str, path: str, method: str, layer: str | None = None, kind: Any = torch.optim.SGD) -> None:
+    """Train a step, and save by a method of the Booster, with ``dcp`` after its name as shards of DCP."""
     booster = Booster(plugin=plugin)
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 8), LAYERS[kind]())
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8) if layer is None else LAYERS[layer]())
+    boosted, optimizer, *_ = booster.boost(model, OPTIMIZERS.get(kind, kind)(model.parameters(), lr=0.1, momentum=0.9))
+    booster.backward(boosted(torch.ones(2, 8)).square().mean(), optimizer)
+    optimizer.step()
     if method == "save_checkpoint":
         booster.save_checkpoint(path, step=1, model=boosted, optimizer=optimizer)
     else:
-        booster.save_model(boosted, path, shard=True, gather_dtensor=method != "dcp")
+        name, _, is_dcp = method.partition(" ")
+        saved = boosted if name == "save_model" else optimizer
+        getattr(booster, name)(saved, path, shard=True, gather_dtensor=not is_dcp)
     assert Path(path).exists()
 
 
+LOST = {"key": r"optimizer\.state\['calls'\]", "override": r"\['history'\]", "hook": r"\['note'\]"}
 ADDED = {"override": "'1.weight.absmax'", "sharded": "'1.weight.quant_state'", "hook": "'1.scale'"}
+
+
+@matrix(1, plugin=PLUGINS, kind=LOST)
+def test_an_optimizer_with_state_of_no_parameter_is_not_saved(plugin, kind, tmp_path) -> None:
+    expect_on_ranks(CheckpointError, LOST[kind], save, 2, plugin, str(tmp_path / "o"), "save_optimizer", kind=kind)
 
 
 @matrix(1, plugin=PLUGINS, kind=ADDED)
 def test_a_model_whose_layers_save_more_is_not_saved(plugin, kind, tmp_path) -> None:
-    expect_on_ranks(CheckpointError, ADDED[kind], save_model, 2, plugin, kind, str(tmp_path / "m"), "save_model")
+    expect_on_ranks(CheckpointError, ADDED[kind], save, 2, plugin, str(tmp_path / "m"), "save_model", kind)
 
 
-@pytest.mark.parametrize("method", ["save_checkpoint", "dcp"])
-def test_other_ways_to_save_a_model_refuse_it_too(method, tmp_path) -> None:
-    expect_on_ranks(CheckpointError, ADDED["override"], save_model, 2, "ddp", "override", str(tmp_path / "m"), method)
+@pytest.mark.parametrize(
+    ("method", "options", "match"),
+    [
+        ("save_checkpoint", {"kind": "key"}, LOST["key"]),
+        ("save_optimizer dcp", {"kind": "key"}, LOST["key"]),
+        ("save_checkpoint", {"layer": "override"}, ADDED["override"]),
+        ("save_model dcp", {"layer": "override"}, ADDED["override"]),
+    ],
+)
+def test_other_ways_to_save_refuse_it_too(method, options, match, tmp_path) -> None:
+    expect_on_ranks(CheckpointError, match, save, 2, "ddp", str(tmp_path / "o"), method, **options)
 
 
 def test_hooks_that_add_nothing_do_no_harm(tmp_path) -> None:
-    run_on_ranks(save_model, 2, "ddp", "harmless", str(tmp_path / "m"), "save_model")
+    run_on_ranks(save, 2, "ddp", str(tmp_path / "m"), "save_model", "harmless")
 
 
-def leave_out_packed(plugin: str, kind: str, path: str) -> list[bool]:
-    """Resume without frozen layers; return which of the trained tensors came back."""
+@matrix(["ddp-override", "fsdp-sharded"], plugin=PLUGINS, kind=["override", "sharded"])
+@on_ranks(2)
+def test_a_step_without_frozen_layers_needs_nothing_of_theirs(plugin, kind, tmp_path) -> None:
+    """Resume without frozen layers; the trained tensors come back."""
     booster = Booster(plugin=plugin)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), LAYERS[kind]().requires_grad_(False))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
     with boosted.whole_parameters(writes=True):
         trained = [parameter.detach().clone() for parameter in boosted.unwrap()[0].parameters()]
-    booster.save_checkpoint(path, step=1, model=boosted, optimizer=optimizer, save_frozen=False)
+    booster.save_checkpoint(tmp_path, step=1, model=boosted, optimizer=optimizer, save_frozen=False)
     booster.backward(boosted(torch.ones(2, 8)).sum(), optimizer)
     optimizer.step()
-    booster.load_checkpoint(path, model=boosted, optimizer=optimizer)
+    booster.load_checkpoint(tmp_path, model=boosted, optimizer=optimizer)
     with boosted.whole_parameters():
-        return list(map(torch.equal, trained, boosted.unwrap()[0].parameters()))
-
-
-@matrix(["ddp-override", "fsdp-sharded"], plugin=PLUGINS, kind=["override", "sharded"])
-def test_a_step_without_frozen_layers_needs_nothing_of_theirs(plugin, kind, tmp_path) -> None:
-    assert run_on_ranks(leave_out_packed, 2, plugin, kind, str(tmp_path)) == [[True, True]] * 2
+        assert all(map(torch.equal, trained, boosted.unwrap()[0].parameters()))

@@ -7,9 +7,8 @@ from cases import Case, assert_same_training, noise, train_boosted, train_plainl
 from plugin_runs import RUNS
 from torch import nn
 
-from booster_core.errors import ConfigError
 from booster_runtime.memory import absent
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 
 def build():
@@ -28,7 +27,3 @@ def train_without_key(name):
 def test_what_keeps_parameters_whole_trains_without_it(name):
     for trained in run_on_ranks(train_without_key, 2, name):
         assert_same_training(trained, train_plainly(CASE, 2), CASE)
-
-
-def test_gemini_says_that_it_needs_it():
-    expect_on_ranks(ConfigError, "has no dispatch key TESTING_ONLY_GenericWrapper", train_without_key, 2, "gemini")

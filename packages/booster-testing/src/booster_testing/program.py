@@ -724,6 +724,7 @@ OPERATIONS: dict[str, Callable[[Run], Any]] = {
     "model.zero_grad": lambda run: run.model.zero_grad(),
     "evaluate": _evaluate,
     "eval mode": lambda run: run.model.eval(),
+    "to where it is": lambda run: run.model.to("cpu").cpu(),
     "freeze": partial(_freeze, is_trained=False),
     "unfreeze": partial(_freeze, is_trained=True),
     "learning rate": _set_lr,
