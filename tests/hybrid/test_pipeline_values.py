@@ -11,7 +11,7 @@ from ranked import on_ranks
 from stages_in_process import cut, run
 from torch import nn
 
-from booster_core.errors import ConfigError
+from booster_core.errors import BoosterError, ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
 from booster_testing import expect_on_ranks
@@ -329,3 +329,23 @@ def test_forwards_may_write_to_what_only_backward_uses_if_nothing_is_trained(kin
     result = booster.execute_pipeline(iter([x]), model, own_loss, return_outputs=True)
     if result["outputs"] is not None:
         torch.testing.assert_close(result["outputs"], whole(x).detach())
+
+
+class PenalizesAllParameters(Base):
+    """Adds a penalty over its parameters to its outputs after the first step, as peft's AdaLoRA does to the loss."""
+
+    is_penalized = False
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + sum(each.square().sum() for each in self.parameters()) if self.is_penalized else x
+
+
+def penalize(_step, model, _optimizer):
+    model.is_penalized = True
+
+
+def test_a_forward_that_goes_through_all_parameters_does_not_leave_out_those_of_other_stages():
+    case = case_of(PenalizesAllParameters, before_step=penalize)
+    message = "reads values of parameter 'entry.weight', which another pipeline stage has"
+    expect_on_ranks(BoosterError, message, train_boosted, 2, case, stages())
