@@ -347,5 +347,5 @@ def penalize(_step, model, _optimizer):
 
 def test_a_forward_that_goes_through_all_parameters_does_not_leave_out_those_of_other_stages():
     case = case_of(PenalizesAllParameters, before_step=penalize)
-    message = "reads values of parameter 'entry.weight', which another pipeline stage has"
+    message = "needs values of parameter 'entry.weight', which another pipeline stage has"
     expect_on_ranks(BoosterError, message, train_boosted, 2, case, stages())
