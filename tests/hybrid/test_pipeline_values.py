@@ -146,8 +146,16 @@ def test_stages_in_one_process_compute_the_same(kind, pp_size):
     assert_same_tensors(gradients, found, tolerance_for(torch.float64))
 
 
-def test_values_that_pass_over_stages_train_as_one_process():
-    assert_equals_one_process(case_of(FirstInLastDetached), stages(4))
+class AsksForAFormat(Base):
+    """Takes the format of a part that other stages have, as transformers' `dtype` does."""
+
+    def forward(self, x):
+        return super().forward(x).to(next(self.entry.named_parameters())[1].dtype)
+
+
+@pytest.mark.parametrize("kind", [FirstInLastDetached, AsksForAFormat])
+def test_values_that_pass_over_stages_train_as_one_process(kind):
+    assert_equals_one_process(case_of(kind), stages(4))
 
 
 def cut_at_boost(kind, pp_size=2):

@@ -492,10 +492,8 @@ def explained(error: Exception) -> Exception:
     if isinstance(error, StopIteration):  # which would be taken for the end of the data
         place = traceback.extract_tb(error.__traceback__)[-1]
         ended = ConfigError(
-            f"`{place.name}` ({place.filename}, line {place.lineno}) took the first of nothing: in a pipeline stage a "
-            "part of the model may have no parameters, as another stage has them, and `next(part.parameters())` or the "
-            "`dtype` and `device` of a model of transformers take the first one. Take the format from a tensor that "
-            "the stage has, such as the part's input, or use `pp_size=1`."
+            f"`{place.name}` ({place.filename}, line {place.lineno}) took the next of what had ended. In a pipeline, "
+            "neither the model nor the criterion may raise StopIteration."
         )
         ended.__cause__ = error
         return ended
