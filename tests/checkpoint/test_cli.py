@@ -1,7 +1,5 @@
 """`booster convert` and `booster inspect`: what they write, show and check, and what they refuse."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Files cut into windows, and what each rank has of a window: every value of a file arrives once, in its place."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

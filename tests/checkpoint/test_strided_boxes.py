@@ -1,7 +1,5 @@
 """A box of a tensor in a file, read and written where its elements are, whatever is around it; also from a URL."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """Distributions made on the fly, as pip would have laid them on ``sys.path``."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import textwrap

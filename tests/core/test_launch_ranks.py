@@ -1,7 +1,5 @@
 """Launches of several processes that don't go as the first one should: again, at other times, with other settings."""
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """The logger of all distributions: one name, rank 0 by default, BOOSTER_LOG."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``booster run``: what it starts, and what a script's ``Booster()`` takes from it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

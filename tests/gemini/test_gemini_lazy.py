@@ -1,7 +1,5 @@
 """Lazy models go straight into chunks, wherever those are: the same bits as eager ones, and memory for one chunk."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

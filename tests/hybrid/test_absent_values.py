@@ -1,7 +1,5 @@
 """What a stage can't know has a form and no values: reads raise, and modules that are not run return it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

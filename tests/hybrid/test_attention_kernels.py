@@ -1,7 +1,5 @@
 """Torch's fused attention operations, as ring attention calls them, are compared with the definition before use."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

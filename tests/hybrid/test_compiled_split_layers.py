@@ -1,7 +1,5 @@
 """``torch.compile`` of models whose layers are split: whole graphs, the sums of eager training, and its gradients."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What was trained with experts on some ranks goes on with them on others, and is a folder of transformers."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

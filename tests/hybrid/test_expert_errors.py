@@ -1,7 +1,5 @@
 """Which modules are experts, and experts of one's own; what can't be had of spread ones raises on every rank."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts spread over ranks give one process's gradients, norms and steps on every mesh, in fp64."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

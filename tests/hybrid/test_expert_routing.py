@@ -1,7 +1,5 @@
 """Where tokens go and what comes back, for all ranks in one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

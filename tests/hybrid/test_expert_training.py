@@ -1,7 +1,5 @@
 """Spread experts with the rest of the product: lazy models, uneven batches, adapters of other layers, overflows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

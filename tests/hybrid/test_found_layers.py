@@ -1,7 +1,5 @@
 """Layers are found by the dry run, without a policy: models train over a pipeline as in one process."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -4,8 +4,6 @@ A model draws by `Generated.draw`, which notes what came. What several stages kn
 is given the noted values is what losses and gradients are compared with.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 

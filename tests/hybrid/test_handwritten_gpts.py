@@ -1,7 +1,5 @@
 """GPTs written by hand, unmodified, train over tensor parallel ranks as in one process: widths taken from the input."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

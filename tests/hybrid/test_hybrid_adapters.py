@@ -3,8 +3,6 @@
 In fp64, since gradients of adapters are small sums of large terms of either sign.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What can't be had is told on every rank, with the values that were asked for and those that would do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_zoo import get_model

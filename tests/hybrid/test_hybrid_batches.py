@@ -1,7 +1,5 @@
 """Ranks that work on one batch together get the same one, or are told that they did not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from matrix import matrix, named

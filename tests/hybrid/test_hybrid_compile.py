@@ -1,7 +1,5 @@
 """``torch.compile`` of models in stages and with spread experts: as eager training and one process, or a refusal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Lazy models under any mesh: the bits of eager ones, on every rank just what it keeps, and steps that equal theirs."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

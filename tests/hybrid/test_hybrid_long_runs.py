@@ -1,7 +1,5 @@
 """Hundreds of steps keep nothing: no memory, hooks, threads, open files or process groups."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

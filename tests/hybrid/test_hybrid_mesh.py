@@ -1,7 +1,5 @@
 """The groups of ranks that the plugin communicates in, by arithmetic, under every order of the axes, and on ranks."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models and heads cut into pipeline stages: loss, outputs, gradients, norm and parameters are those of one process."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What scripts that have moved from Colossal-AI ask of their plugin, and what the answers are."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

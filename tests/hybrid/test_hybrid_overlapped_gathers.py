@@ -3,8 +3,6 @@
 In these tests a gather hides what it brings: other ranks' parts of a bucket are NaN until it has been waited for.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """What goes wrong in a pipeline is raised on every rank, and nobody waits for a rank that has failed."""
 
-from __future__ import annotations
-
 import time
 import warnings
 

@@ -3,8 +3,6 @@
 Compared with plain torch in one process. Muon updates whole matrices, which come together for its step.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

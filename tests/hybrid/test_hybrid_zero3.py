@@ -1,7 +1,5 @@
 """`zero_stage=3` gives one process's gradients, norms and parameters, on every mesh and in every precision."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What stands outside of the layers runs only on the stages that need it: work is counted, gradients are compared."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

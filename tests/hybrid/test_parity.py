@@ -1,7 +1,5 @@
 """Models and heads on every mesh: loss, gradients, norm and parameters are those of one process."""
 
-from __future__ import annotations
-
 from cases import Setting, assert_equals_one_process, train_boosted, zoo_case
 from matrix import matrix
 from model_parity import NAMES, assert_near_fp32, parity_case, parity_setting

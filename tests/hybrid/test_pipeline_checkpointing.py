@@ -1,7 +1,5 @@
 """`checkpoint_ratio`: a part of each stage's layers is recomputed, which changes what is kept and no number."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

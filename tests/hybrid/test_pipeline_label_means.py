@@ -1,7 +1,5 @@
 """A mean over labels that count is that of one process, however many of them each microbatch has; or it raises."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches without what the example had, such as images: stages send each other nothing for it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Each rank of a pipeline writes down what it does when."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """A loss over the routers of all layers, or over all hidden states, is that of one process under pipelines."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers that a forward skips: refused at a cut."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

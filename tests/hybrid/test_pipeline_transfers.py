@@ -1,7 +1,5 @@
 """Messages between stages travel while the receiver computes, whatever their shapes do from one to the next."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from matrix import matrix

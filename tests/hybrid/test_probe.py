@@ -1,7 +1,5 @@
 """What the probe of split layers finds that no name shows, and that it leaves the user's modules as they were."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import types

@@ -1,7 +1,5 @@
 """A rank's own stream of random numbers: apart from other ranks' between `enter` and `leave`, alike around it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

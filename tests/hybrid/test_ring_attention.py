@@ -1,7 +1,5 @@
 """Parts of a sequence that attend by a ring, or by exchanging heads, put together, are attention over the whole one."""
 
-from __future__ import annotations
-
 import math
 import unittest.mock
 

@@ -1,7 +1,5 @@
 """Ranks that compute the same train the same, or raise: frozen parameters, penalties, random numbers, values."""
 
-from __future__ import annotations
-
 import copy
 import io
 

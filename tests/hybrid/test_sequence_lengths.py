@@ -1,7 +1,5 @@
 """What an example shows of split sequences is refused at `boost`; layers may look at how many positions there are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

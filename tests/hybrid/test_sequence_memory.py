@@ -1,7 +1,5 @@
 """Long sequences: no rank has a tensor of all pairs of positions, nor keeps whole sequences for backward."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -1,7 +1,5 @@
 """Sequences split over ranks: models train as one process does, whatever the mode, the mesh and the lengths."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Plain PyTorch models, whose layers attend by torch's function, with split sequences: as one process, or refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

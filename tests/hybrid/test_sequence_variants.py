@@ -1,7 +1,5 @@
 """What models ask of attention besides: windows, capped scores, sinks, packed documents, other layers' routers."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """`split_gather` refuses layers whose unsplit parts look at several positions of a sequence."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A user's function splits batches whose tensors don't begin with samples, such as patches of several images."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers that can't be split are refused before anything is: what they compute depends on more than their part."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 

@@ -1,7 +1,5 @@
 """Logits that are split by vocabulary: as whole ones for whoever asks, and little memory for losses."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import pickle

@@ -1,7 +1,5 @@
 """Logits left split by positions: a causal language model takes its own loss in parts, others see the whole."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -8,8 +8,6 @@ That is fair where what is not split is small: the batch has 8 tokens, norms hav
 layers, whose gradients come into being one at a time and whole, are a twentieth of the model.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters of whose gradient each tensor parallel rank computes a part: norms of heads, keys that ranks share."""
 
-from __future__ import annotations
-
 import torch
 from compiler_warnings import ignore_compiler_warnings
 from matrix import matrix

@@ -1,7 +1,5 @@
 """Dropout under tensor parallelism: replicas drop alike, split regions do not, and recomputing drops again the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

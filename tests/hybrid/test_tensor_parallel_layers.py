@@ -1,7 +1,5 @@
 """Split linear layers on their own: what they compute, what they skip, what they keep, and when they send."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """What splitting a model, its loss and its gathers hold in memory, measured as the kernel counts it."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """What a tensor whose values are not here lets through, and what it sees: the table of operations, on this torch."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """The leaves of nested containers, with their paths."""
 
-from __future__ import annotations
-
 from torch.utils import _pytree as pytree
 
 from booster_runtime.data import leaves_by_path

@@ -1,7 +1,5 @@
 """Data loaders of a user's own class: split between ranks, or refused where the class iterates in a way of its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler

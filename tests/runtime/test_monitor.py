@@ -1,7 +1,5 @@
 """The monitor's server as members see it, members as the server does, and how ranks find it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

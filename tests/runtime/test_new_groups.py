@@ -1,7 +1,5 @@
 """Groups of disjoint ranks: a rank makes its own alone, and all have the names that they would have if all made all."""
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The user's time limit is that of collectives and meetings; NCCL's watchdog, which names nobody, comes later."""
 
-from __future__ import annotations
-
 import json
 import time
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Traces: what they hold, and what a kill leaves of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

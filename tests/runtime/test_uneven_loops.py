@@ -1,7 +1,5 @@
 """`join` by itself, under a plugin that replicates: what it weighs, what ends it, and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import own_loss

@@ -1,7 +1,5 @@
 """What the monitor takes for a failure, and what it says of it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

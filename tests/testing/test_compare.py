@@ -1,7 +1,5 @@
 """Comparisons of tensors by name fail where anything differs, and say what."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

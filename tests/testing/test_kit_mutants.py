@@ -1,7 +1,5 @@
 """The conformance kit finds every mutant, by the test whose name says what is wrong."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 

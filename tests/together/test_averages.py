@@ -1,7 +1,5 @@
 """Averages of weights under every plugin: those of what the optimizer updates, wherever it is, and without a trace."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

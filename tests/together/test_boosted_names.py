@@ -1,7 +1,5 @@
 """Under every plugin a boosted model's parameters, buffers and classes have the names that the user's model has."""
 
-from __future__ import annotations
-
 import torch
 from matrix import matrix
 from named_plugins import NAMES, plugin_named

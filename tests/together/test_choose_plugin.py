@@ -1,7 +1,5 @@
 """`choose_plugin` takes the fastest plugin that fits, alike on every rank, and its plans leave no trace."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """A forward that changes parameters: it trains as in one process, or raises on every rank where that would be lost."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import Case, assert_equals_one_process, noise, train_boosted

@@ -1,7 +1,5 @@
 """A gradient that no optimizer of the strategy knows of raises; without gradients a model needs no optimizer."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from cases import Setting

@@ -1,7 +1,5 @@
 """Process groups of strategies wait for missing ranks as long as the run was launched to, not as long as torch does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Gradients of gradients, and transforms of torch.func, in the loss of a boosted model: as in one process."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans of transformers that need more than they say, or styles of their own, train as one process does."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

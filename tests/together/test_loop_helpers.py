@@ -1,7 +1,5 @@
 """Loops under every plugin: steps of micro-batches and of whole batches, and ranks with uneven numbers of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accumulation_runs import assert_accumulates

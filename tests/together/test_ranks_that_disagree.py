@@ -3,8 +3,6 @@
 Under every strategy: each waits for other ranks in another way.
 """
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

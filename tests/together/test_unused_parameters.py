@@ -3,8 +3,6 @@
 What gradients these are, `test_programs.py` compares.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -3,8 +3,6 @@
 `tools/test_verify_faults.py` has plugins that are wrong.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """An optimizer that wraps another, as libraries write them: it shows the groups and the state of the one inside."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import pytest

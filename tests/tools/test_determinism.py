@@ -1,7 +1,5 @@
 """`deterministic` sets what results depend on, and two runs after it have the same bits."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

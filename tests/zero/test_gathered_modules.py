@@ -1,7 +1,5 @@
 """Which modules' parameters can be gathered when they run, and which are gathered together."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """What parameters in chunks can't bear is refused by name on every rank: changes by hand, copies, ranks that differ."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The stand-in for a gradient that is split over the ranks tells what it is like, and refuses to be read."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Parameters that several pipeline stages hold are laid out alike on each, whatever is next to them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The order in which chunks are used, where it is another one than before."""
 
-from __future__ import annotations
-
 from booster_zero.engine.uses import Timeline
 
 

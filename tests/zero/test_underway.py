@@ -1,7 +1,5 @@
 """Reductions that are underway borrow memory, and give it back to later ones."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The states of a bucket's values and of a round, and memory for values that is used again."""
 
-from __future__ import annotations
-
 import torch
 
 from booster_zero.engine import BufferPool

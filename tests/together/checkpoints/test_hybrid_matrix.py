@@ -3,8 +3,6 @@
 So do models whose key/value heads lie on several tensor parallel ranks, with adapters, which peft loads, and without.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -5,8 +5,6 @@ each precision; here are other numbers of ranks, other options, and optimizers o
 checkpoints, as both do with one device.
 """
 
-from __future__ import annotations
-
 from matrix import matrix
 
 from booster_ddp import TorchDDPPlugin

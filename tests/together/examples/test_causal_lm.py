@@ -1,7 +1,5 @@
 """Fine-tuning of a causal language model: on many devices as in plain PyTorch, and resumed."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The examples run on tiny sizes, and what they train does not depend on the number of ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Usage: ``with_torchvision.py SCRIPT ARGUMENTS``.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

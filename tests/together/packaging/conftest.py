@@ -1,7 +1,5 @@
 """Wheels built once per session, and environments in which only some of them are installed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

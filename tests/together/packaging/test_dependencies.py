@@ -1,7 +1,5 @@
 """Each distribution declares what it imports, and imports what it declares."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

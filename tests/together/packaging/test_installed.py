@@ -1,7 +1,5 @@
 """What a user sees of installed wheels; `core/test_discovery.py` has broken plugins of third parties."""
 
-from __future__ import annotations
-
 import resource
 
 TRAIN = """

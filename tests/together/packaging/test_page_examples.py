@@ -1,7 +1,5 @@
 """Run the examples of READMEs and docs, check their types and syntax, and that links lead somewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 `nox -s pages` also builds it strictly.
 """
 
-from __future__ import annotations
-
 import re
 
 import griffe

@@ -1,7 +1,5 @@
 """docs/start.md, followed word for word by a user who has only the wheels of the packages that it installs."""
 
-from __future__ import annotations
-
 import os
 import re
 

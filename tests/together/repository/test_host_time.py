@@ -1,7 +1,5 @@
 """What Python does in a step, a launch and a mesh does not grow with the number of ranks, by benchmarks."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Releases of a package, made in a copy of the repository."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

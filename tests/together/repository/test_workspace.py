@@ -1,7 +1,5 @@
 """Which packages a change touches, and the workflows that run their tests."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -4,8 +4,6 @@
 one plugin.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
