@@ -270,7 +270,8 @@ def _checkout(session: nox.Session) -> str:
     session.run(sys.executable, "-m", "virtualenv", "--quiet", str(home), external=True)
     editable = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
     groups = [*_group("lint"), *_group("types"), *_group("test"), *_group("docs")]
-    install = ("-m", "pip", "install", "--quiet", "-c", CONSTRAINTS)
+    # What is imported is compiled then: that is a small part of it, and all would take a minute and a half.
+    install = ("-m", "pip", "install", "--quiet", "--no-compile", "-c", CONSTRAINTS)
     _run(session, python, *install, *editable, *groups)
     _run(
         session,
