@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting, assert_equals_one_process
+from cases import Case, Setting, assert_equals_one_process, noise
 from expert_models import MODELS, batch_of, make
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
@@ -35,8 +35,9 @@ class Experts(nn.Module):
 
     def forward(self, x, chosen, weights):
         everything = torch.einsum("th,eoh->teo", x, self.weight) + self.bias
-        picked = torch.gather(torch.tanh(everything), 1, chosen[..., None].expand(-1, -1, WIDTH))
-        return (picked * self.scale * weights[..., None]).sum(1)
+        known = chosen.clamp(max=len(self.weight) - 1)[..., None].expand(-1, -1, WIDTH)
+        picked = torch.gather(torch.tanh(everything), 1, known)
+        return (picked * self.scale * (weights * (chosen < len(self.weight)))[..., None]).sum(1)
 
 
 class Counting(Experts):
@@ -45,13 +46,15 @@ class Counting(Experts):
 
 
 class Mixture(nn.Module):
+    """Drops choices of little weight, as routers with a capacity do: their index is the number of experts."""
+
     def __init__(self, kind=Experts):
         super().__init__()
         self.router, self.experts = nn.Linear(WIDTH, NUM_EXPERTS), kind()
 
     def forward(self, x):
         scores, chosen = self.router(x).softmax(-1).topk(TOP_K, -1)
-        return x + self.experts(x, chosen, scores)
+        return x + self.experts(x, chosen.masked_fill(scores < 0.3, NUM_EXPERTS), scores)
 
 
 def made(kind=Experts):
@@ -69,9 +72,7 @@ def boost(model, optimizer=torch.optim.SGD):
     return Booster("cpu", plugin=plugin).boost(model, optimizer(model.parameters(), lr=0.1)).model
 
 
-def states(number, replica):
-    generator = torch.Generator().manual_seed(10 * number + replica)
-    return torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
+states = noise(5, WIDTH, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("kind", "rule"), [(Experts, {}), (Counting, {"counts": ()})])

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process
+from cases import Case, Setting, assert_equals_one_process, in_fp64, noise
+from residual_stack import Layer
 from torch import nn
 
 from booster_core.errors import ConfigError
@@ -25,17 +26,8 @@ def assert_pipeline_trains(case, options):
     return [count / sum(parameter.numel() for parameter in case.make()[0].parameters()) for count in found]
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 def sequential():
-    return nn.Sequential(nn.Linear(6, 4), Block(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Block(), nn.Linear(4, 3))
+    return nn.Sequential(nn.Linear(6, 8), Layer(), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), Layer(), nn.Linear(8, 3))
 
 
 class Named(nn.Module):
@@ -43,9 +35,9 @@ class Named(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.entry = nn.Linear(6, 4)
-        self.steps = nn.ModuleDict({"last": Block(), "first": Block(), "second": Block()})
-        self.heads = nn.ModuleDict({"one": nn.Linear(4, 3), "two": nn.Linear(4, 3)})
+        self.entry = nn.Linear(6, 8)
+        self.steps = nn.ModuleDict({"last": Layer(), "first": Layer(), "second": Layer()})
+        self.heads = nn.ModuleDict({"one": nn.Linear(8, 3), "two": nn.Linear(8, 3)})
 
     def forward(self, x):
         x = self.entry(x)
@@ -126,13 +118,8 @@ class Narrowing(nn.Module):
         return x
 
 
-def in_fp64(kind):
-    return kind().double()
-
-
 def rows(name, number, replica):
-    generator = torch.Generator().manual_seed(4 + 10 * number + replica)
-    return {name: torch.randn(4, 6, generator=generator, dtype=torch.float64)}
+    return {name: noise(4, 6, dtype=torch.float64)(number, replica)}
 
 
 KINDS = {"sequential": sequential, "dict": Named, "pairs": Pairs, "two_arguments": TwoArguments, "widths": Narrowing}

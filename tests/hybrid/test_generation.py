@@ -37,43 +37,38 @@ def boosted(options, model=None):
     return model.eval()
 
 
+def greedy(model):
+    mask = torch.ones_like(PROMPT)
+    return [model.generate(PROMPT, attention_mask=mask, num_beams=beams, **GREEDY).tolist() for beams in (1, 3)]
+
+
 def greedy_on_ranks(options):
-    model = boosted(options)
-    tokens = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
-    beams = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), num_beams=3, **GREEDY)
-    return tokens.tolist(), beams.tolist()
+    return greedy(boosted(options))
 
 
 @matrix(["tp2", "split_gather", "ulysses"], name=SETTINGS)
 def test_tokens_are_those_of_one_process(name):
     world_size, options = SETTINGS[name]
-    mask = torch.ones_like(PROMPT)
-    expected = (
-        llama().generate(PROMPT, attention_mask=mask, **GREEDY).tolist(),
-        llama().generate(PROMPT, attention_mask=mask, num_beams=3, **GREEDY).tolist(),
-    )
-    assert run_on_ranks(greedy_on_ranks, world_size, options) == [expected] * world_size
+    assert run_on_ranks(greedy_on_ranks, world_size, options) == [greedy(llama())] * world_size
+
+
+def drawn(model, seed):
+    torch.manual_seed(seed)
+    return [model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **DRAWN).tolist() for _ in range(2)]
 
 
 def drawn_on_ranks(options, rank_seeds):
-    model = boosted(options)
-    torch.manual_seed(rank_seeds[torch.distributed.get_rank()])
-    first = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **DRAWN).tolist()
-    second = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **DRAWN).tolist()
-    return first, second, torch.rand(()).item()
+    return drawn(boosted(options), rank_seeds[torch.distributed.get_rank()]), torch.rand(()).item()
 
 
 @matrix(["tp2"], name=["tp2", "ring"])
 def test_ranks_of_a_replica_draw_the_same_tokens_whatever_their_seeds(name):
-    torch.manual_seed(5)
-    model = llama()
-    torch.manual_seed(5)
-    drawn = [model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **DRAWN).tolist() for _ in range(2)]
-    assert drawn[0] != drawn[1]
+    first, second = drawn(llama(), 5)
+    assert first != second
     results = run_on_ranks(drawn_on_ranks, 2, SETTINGS[name][1], [5, 6])
-    assert [list(each[:2]) for each in results] == [drawn] * 2
+    assert [tokens for tokens, _ in results] == [[first, second]] * 2
     torch.manual_seed(6)
-    assert results[1][2] == torch.rand(()).item()  # the other rank's own stream is where it was
+    assert results[1][1] == torch.rand(()).item()  # the other rank's own stream is where it was
 
 
 def prompts_of_replicas(options):

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process
+from cases import Case, Setting, assert_equals_one_process, recompute
 from matrix import matrix, named
 from model_zoo import ZOO
 from model_zoo.registry import in_double
@@ -22,7 +22,6 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.modules import ModuleNames
-from booster_runtime import enable_activation_checkpointing
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import Tolerance
 
@@ -154,11 +153,6 @@ def test_adapters_train_as_on_one_process(name, mesh):
 @matrix(["2"], zero_stage=[0, 2, 3])
 def test_adapters_train_in_stages_of_replicas(zero_stage):
     assert_parity("transformers/llama", {}, (4, {"pp_size": 2, "zero_stage": zero_stage}))
-
-
-def recompute(step, model, _optimizer):
-    if step == 0:
-        enable_activation_checkpointing(model)
 
 
 @pytest.mark.parametrize("mesh", ["tp4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SPLIT_POSITIONS)])

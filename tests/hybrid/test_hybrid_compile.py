@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting, assert_equals_one_process, sgd, train_boosted
+from cases import Case, Setting, assert_equals_one_process, sgd, tokens, train_boosted
 from compiler_warnings import ignore_compiler_warnings
 from expert_models import expert_case
 from matrix import matrix
@@ -69,12 +69,7 @@ def compiled_case(case, way):
     return replace(case, build=partial(compiled, case.build, before), before_step=partial(compile_after_boost, after))
 
 
-def tokens(number, replica):
-    ids = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(10 * number + replica))
-    return {"input_ids": ids, "labels": ids}
-
-
-LLAMA = Case(build=partial(tiny_llama, num_hidden_layers=2), batch=tokens)
+LLAMA = Case(build=partial(tiny_llama, num_hidden_layers=2), batch=tokens(4, 8))
 PIPELINE = Setting(HybridParallelPlugin, {"pp_size": 2})
 
 

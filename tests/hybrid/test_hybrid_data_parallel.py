@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -57,28 +59,19 @@ def test_no_batch_of_a_pipeline_lets_all_ranks_meet_but_to_end_it(size, num_meet
     booster = Booster("cpu", plugin=plugin)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     met: list[tuple[str, int]] = []
-    originals: dict[str, object] = {}
 
-    def noted(name):
-        def call(*args, **options):
-            group = next((each for each in (*args, *options.values()) if isinstance(each, dist.ProcessGroup)), None)
-            met.append((name, dist.get_world_size(group)))
-            return originals[name](*args, **options)
-
-        return call
+    def noted(name, original, *args, **options):
+        group = next((each for each in (*args, *options.values()) if isinstance(each, dist.ProcessGroup)), None)
+        met.append((name, dist.get_world_size(group)))
+        return original(*args, **options)
 
     def step():
         booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.square().mean(), optimizer)
 
     step()
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_gather_object"):
-        originals[name] = getattr(collectives, name)
-        setattr(collectives, name, noted(name))
-    try:
+    names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_gather_object")
+    with mock.patch.multiple(collectives, **{name: partial(noted, name, getattr(collectives, name)) for name in names}):
         step()
-    finally:
-        for name, original in originals.items():
-            setattr(collectives, name, original)
     assert met == [("all_reduce", size)] * num_meetings
 
 

@@ -1,6 +1,7 @@
 """The groups of ranks that the plugin communicates in, by arithmetic, under every order of the axes, and on ranks."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -87,18 +88,15 @@ def test_sizes_that_do_not_divide_the_world_are_named_with_those_that_would():
 
 def axes_and_calls():
     """Return this rank's place in groups, and the lists of ranks of which groups were made."""
-    calls = []
-    make = dist.new_group
-    dist.new_group = lambda ranks, **kwargs: calls.append(ranks) or make(ranks, **kwargs)
-    try:
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         made = make_axes(
             MeshShape({"dp": 2, "pp": 1, "tp": 2}), [("tp",), ("pp",), ("dp",), ("dp", "tp"), ("pp", "tp"), ()]
         )
-    finally:
-        dist.new_group = make
     assert made["tp",] is made["pp", "tp"]
     assert made["pp",] is made[()]
-    return {axes: (axis.ranks, axis.index, axis.group.size()) for axes, axis in made.items()}, calls
+    return {axes: (axis.ranks, axis.index, axis.group.size()) for axes, axis in made.items()}, [
+        call.args[0] for call in new_group.call_args_list
+    ]
 
 
 def test_a_rank_makes_only_the_groups_it_is_in():

@@ -2,17 +2,13 @@
 
 from functools import partial
 
-import pytest
-import torch
-from cases import Setting, assert_equals_one_process, zoo_case
+from cases import Setting, assert_equals_one_process, recompute, zoo_case
 from matrix import matrix, named
-from model_parity import NAMES, assert_near_fp32, parity_case, parity_setting
+from model_parity import NAMES, parity_case, parity_setting
 from model_zoo import get_model
 
-from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import enable_activation_checkpointing
-from booster_testing.training import whole_model
 
 SAMPLES = 5
 """Of each data parallel rank: microbatches of three and of two."""
@@ -22,7 +18,6 @@ MESHES = {
     "pp2dp2zero1": (4, {"pp_size": 2, "zero_stage": 1}),
     "pp2dp2zero2": (4, {"pp_size": 2, "zero_stage": 2}),
 }
-SCALE = 2.0**10
 
 
 @matrix(
@@ -43,28 +38,6 @@ def test_training_equals_one_process(name, mesh):
     assert_equals_one_process(case, parity_setting(name, options, num_ranks))
 
 
-def overflow(case, booster, model, optimizer):
-    """Let the loss of one replica overflow: no rank takes a step."""
-    before = whole_model(booster, model)
-    replica, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    infinite = float("inf") if replica == 0 else 1.0
-    batch = case.batch(1, replica)
-    booster.execute_pipeline(iter([batch]), model, lambda *each: case.loss(*each) * infinite, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert optimizer.loss_scaler.scale == SCALE / 2
-    after = whole_model(booster, model)
-    assert all(torch.equal(after[key], before[key]) for key in before)
-
-
-@pytest.mark.parametrize("name", ["transformers/t5_generation"])
-def test_fp16_scales_the_loss(name):
-    precision = PrecisionPolicy.parse("fp16", loss_scale=LossScaleConfig(initial_scale=SCALE))
-    case = zoo_case(name, samples=SAMPLES)
-    setting = parity_setting(name, {"pp_size": 2, "zero_stage": 1}, 4, precision)
-    assert_near_fp32(case, setting, torch.float16, SCALE, tell=partial(overflow, case))
-
-
 LLAMA = "transformers/llama"
 
 
@@ -81,11 +54,6 @@ def recomputing(how):
     elif how == "before boost":
         enable_activation_checkpointing(model)
     return model
-
-
-def recompute(step, model, _optimizer):
-    if step == 0:
-        enable_activation_checkpointing(model)
 
 
 @matrix(

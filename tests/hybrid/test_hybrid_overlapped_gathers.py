@@ -13,6 +13,7 @@ from model_zoo import get_model
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.training import whole_model
 from booster_zero import ZeroConfig
 
@@ -70,5 +71,4 @@ def test_no_parameter_is_read_before_its_gather(name, options):
     runs = [run_on_ranks(train, 4, f"transformers/{name}", options, overlaps) for overlaps in (False, True)]
     for (plain_losses, plain), (losses, found) in zip(*runs, strict=True):
         assert losses == plain_losses
-        for key, value in plain.items():
-            assert torch.equal(found[key], value), key
+        assert_same_tensors(found, plain, EXACT)

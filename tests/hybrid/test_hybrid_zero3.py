@@ -3,10 +3,8 @@
 from functools import partial
 
 import pytest
-import torch
-from cases import Case, Setting, assert_equals_one_process, decayed, itself, train_boosted
+from cases import Case, Setting, assert_equals_one_process, decayed, tokens, train_boosted
 from matrix import matrix
-from torch import nn
 
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
@@ -20,13 +18,9 @@ def make(*, tied):
     return tiny_llama(num_hidden_layers=4, tie_word_embeddings=tied)
 
 
-def batch_of(number, replica):
-    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(10 * number + replica))
-    return {"input_ids": tokens, "labels": tokens}
-
-
 TIED, UNTIED = (
-    Case(build=partial(make, tied=tied), batch=batch_of, optimizer=decayed, micro_batches=2) for tied in (True, False)
+    Case(build=partial(make, tied=tied), batch=tokens(2, 8), optimizer=decayed, micro_batches=2)
+    for tied in (True, False)
 )
 
 
@@ -71,42 +65,3 @@ def test_narrow_formats_round_as_in_stage_2(options, precision):
     for result in results:
         assert result.trained.norms == pytest.approx(expected.trained.norms, rel=1e-6)
         assert_same_tensors(result.trained.parameters, expected.trained.parameters, EXACT)
-
-
-class Experts(nn.Module):
-    """A layer of which each sample chooses a part."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
-
-    def forward(self, x, choice):
-        return x + torch.tanh(self.experts[choice](x))
-
-
-class Mixture(nn.Module):
-    _no_split_modules = ("Experts",)
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Experts() for _ in range(4))
-
-    def forward(self, x, choices):
-        for layer, choice in zip(self.layers, choices, strict=True):
-            x = layer(x, choice)
-        return x.square().mean()
-
-
-CHOICES = [((0, 1, 2, 0), (2, 1, 0, 1)), ((1, 1, 1, 1), (0, 0, 2, 2)), ((0, 0, 0, 0), (0, 0, 0, 0))]
-
-
-def inputs(step, rank):
-    return torch.randn(4, 256, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def chosen(number, replica):
-    return inputs(number, replica).requires_grad_(), CHOICES[number][replica]
-
-
-def test_ranks_may_use_other_parts_of_a_layer():
-    assert_equals_one_process(Case(build=Mixture, batch=chosen, loss=itself), setting_of({}, 2))

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, own_loss
+from cases import Case, Setting, assert_equals_one_process, in_fp64, noise, own_loss
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -68,13 +68,7 @@ class Remembering(Towered):
         return super().forward(x) * self.tower.mean
 
 
-def in_fp64(kind):
-    return kind().double()
-
-
-def rows(number, replica):
-    generator = torch.Generator().manual_seed(2 + 10 * number + replica)
-    return torch.randn(4, 8, generator=generator, dtype=torch.float64)
+rows = noise(4, 8, dtype=torch.float64)
 
 
 def operations(booster, model, _optimizer):

@@ -30,7 +30,6 @@ from booster_hybrid.policy.find import policy_for
 from booster_hybrid.policy.mixers import MIXERS
 from booster_hybrid.sequence_parallel.mixers import ForwardOfHeads
 from booster_hybrid.tensor_parallel.plan import parallelize
-from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks
 from booster_testing.compare import Tolerance
 
@@ -259,27 +258,6 @@ def test_models_train_as_in_one_process_and_go_on_from_a_checkpoint(kind, mesh, 
     num_ranks, options = mesh
     setting = Setting(HybridParallelPlugin, {**options, "example_batch": batch_of(0, 0)}, num_ranks)
     assert_equals_one_process(case_of(kind), setting, checkpoint=tmp_path / "checkpoint")
-
-
-def lazily_from_pretrained(kind: str, folder: Any) -> None:
-    whole = whole_model_of(kind).float()
-    booster = Booster(plugin=HybridParallelPlugin(tp_size=2))
-    with LazyInitContext():
-        model = type(whole).from_pretrained(folder / "released")
-    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    here = sum(each.numel() for name, each in model.unwrap().named_parameters() if "mamba" in name or "attn" in name)
-    everywhere = sum(each.numel() for name, each in whole.named_parameters() if "mamba" in name or "attn" in name)
-    assert here < 0.7 * everywhere
-    booster.save_model(model, folder / "saved", shard=True)
-    again = type(whole).from_pretrained(folder / "saved")
-    for (name, found), (_, value) in zip(again.named_parameters(), whole.named_parameters(), strict=True):
-        assert torch.equal(found, value), name
-
-
-@matrix(["FalconH1Mixer"], kind=["Qwen3NextGatedDeltaNet", "FalconH1Mixer"])
-def test_released_weights_are_read_lazily_and_saved_whole(kind, tmp_path):
-    whole_model_of(kind).float().save_pretrained(tmp_path / "released")
-    run_on_ranks(lazily_from_pretrained, 2, kind, tmp_path)
 
 
 def generate_and_adapt(kind: str, targets: list[str]) -> None:

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from residual_stack import Stack
 
 from booster_hybrid.config import PipelineConfig
 from booster_hybrid.pipeline.cut import StagedModel, share_layers
@@ -25,17 +25,13 @@ def staged(model, schedule, rank, config, part):
     )
 
 
-class Logged(nn.Module):
-    def __init__(self, log):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
-        for layer in self.layers:
-            layer.register_forward_pre_hook(lambda *_: log.append("compute"))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def logged(log):
+    """Return two layers that write down when they compute."""
+    model = Stack()
+    model.layers = model.layers[:2]
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: log.append("compute"))
+    return model
 
 
 class StandIn:
@@ -54,7 +50,7 @@ class StandIn:
     def receive(self, sender):
         del sender
         self.log.append("receive")
-        return {"input": torch.ones(2, 4, requires_grad=True)}
+        return {"x": torch.ones(2, 8, requires_grad=True)}
 
     def send(self, tensors, to, kind):
         del to, kind
@@ -74,8 +70,8 @@ def run(style, rank, num_microbatches=4):
     log: list[str] = []
     alive: list[int] = []
     schedule = make_schedule(style, 2, num_microbatches)
-    parts = [{"x": torch.ones(2, 4)} for _ in range(num_microbatches)]
-    stages = staged(Logged(log), schedule, rank, PipelineConfig(size=2, style=style), parts[0])
+    parts = [{"x": torch.ones(2, 8)} for _ in range(num_microbatches)]
+    stages = staged(logged(log), schedule, rank, PipelineConfig(size=2, style=style), parts[0])
     log.clear()
 
     def backward(tensors, gradients, is_last):

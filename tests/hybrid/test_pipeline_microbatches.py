@@ -75,15 +75,17 @@ class Drawing(Dataset):
         return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()]) + index  # noqa: NPY002 - as in user code
 
 
+def seed():
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002 - the generator that such data sets use
+    torch.manual_seed(1)
+
+
 def test_reading_an_example_leaves_all_generators_as_they_were():
     model = nn.Linear(3, 1)
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002 - the generator that such data sets use
-    torch.manual_seed(1)
+    seed()
     expected = Drawing()[0]
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002 - the generator that such data sets use
-    torch.manual_seed(1)
+    seed()
     loader = DataLoader(Drawing(), batch_size=2)
     example_batch(model, loader)
     check_entries(loader)

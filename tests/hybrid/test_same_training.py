@@ -6,74 +6,49 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from handwritten_gpts import Config, FusedBlock, FusedGPT, policy
 from ranked import on_ranks, raises_on_ranks
-from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
-from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_runtime import linear_cross_entropy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
 
-SIZE = 8
 TENSOR = {"tp_size": 2}
 GATHERED = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
-
-    def forward(self, hidden):
-        heads = self.qkv(hidden).unflatten(-1, (3, -1, 4)).permute(2, 0, 3, 1, 4)
-        found = functional.scaled_dot_product_attention(*heads, is_causal=True)
-        return self.out(found.transpose(1, 2).flatten(2))
-
-
-class Layer(nn.Module):
+class Block(FusedBlock):
     """Drops by a function, of which no module tells."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attention, self.probability = nn.LayerNorm(SIZE), Attention(), 0.0
+    probability = 0.0
 
-    def forward(self, hidden):
-        return hidden + functional.dropout(self.attention(self.norm(hidden)), self.probability, self.training)
+    def forward(self, x):
+        return super().forward(functional.dropout(x, self.probability, self.training))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(16, SIZE)
-        self.blocks = nn.ModuleList(Layer() for _ in range(2))
+class Model(FusedGPT):
+    block, is_tied = Block, False
 
     def forward(self, tokens):
-        hidden = self.tokens(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
+        return super().forward(tokens)[0]
 
 
-POLICY = ShardingPolicy(
-    rules=(
-        ModuleRule("blocks.*.attention.qkv", Style.COLUMN, 2, num_blocks=3),
-        ModuleRule("blocks.*.attention.out", Style.ROW, 2),
-    ),
-    layers=("blocks",),
-)
+POLICY = ShardingPolicy(rules=policy().rules[:2], layers=("transformer.h",))
+"""Splits attention alone."""
 
 
 def boost(options, probability=0.0):
     torch.manual_seed(0)
-    model = Model()
-    for block in model.blocks:
+    model = Model(Config())
+    for block in model.transformer.h:
         block.probability = probability
     tokens = torch.arange(24).view(2, 12) % 16
     booster = Booster("cpu", plugin=HybridParallelPlugin(custom_policy=POLICY, **options))
@@ -89,11 +64,11 @@ def step(booster, boosted, tokens, penalty=0.0):
 
 
 @pytest.mark.parametrize("options", [TENSOR, GATHERED, RING], ids=["tp", "split_gather", "ring"])
-@raises_on_ranks(ConfigError, r"'blocks\.1\.norm\.weight' is frozen on rank 0 and trained on rank 1", 2)
+@raises_on_ranks(ConfigError, r"'transformer\.h\.1\.ln_1\.weight' is frozen on rank 0 and trained on rank 1", 2)
 def test_what_is_frozen_on_one_rank_alone_raises_on_both(options):
     booster, boosted, model, tokens = boost(options)
     step(booster, boosted, tokens)
-    model.blocks[1].norm.requires_grad_(dist.get_rank() == 1)
+    model.transformer.h[1].ln_1.requires_grad_(dist.get_rank() == 1)
     step(booster, boosted, tokens)
 
 
@@ -101,7 +76,7 @@ def test_what_is_frozen_on_one_rank_alone_raises_on_both(options):
 def test_what_is_frozen_and_thawed_on_all_ranks_trains():
     booster, boosted, model, tokens = boost(GATHERED)
     for is_frozen in (True, False):
-        model.blocks[1].norm.requires_grad_(not is_frozen)
+        model.transformer.h[1].ln_1.requires_grad_(not is_frozen)
         step(booster, boosted, tokens)
 
 
@@ -128,8 +103,8 @@ def penalize(names, options, begins_at=0):
 
 @pytest.mark.parametrize("begins_at", [0, 2])
 def test_a_penalty_on_a_part_of_a_parameter_raises(begins_at):
-    message = r"reads parameter 'blocks\.0\.attention\.out\.weight' outside .*`weight_decay`"
-    names = ["tokens.weight", "blocks.0.attention.out.weight"]
+    message = r"reads parameter 'transformer\.h\.0\.attn\.c_proj\.weight' outside .*`weight_decay`"
+    names = ["transformer.wte.weight", "transformer.h.0.attn.c_proj.weight"]
     expect_on_ranks(ConfigError, message, penalize, 2, names, {}, begins_at)
     run_on_ranks(penalize, 2, names[:1], {}, begins_at)
     run_on_ranks(penalize, 2, names, {"unchecked": "allow"}, begins_at)
@@ -149,9 +124,9 @@ def penalize_in_criterion(name, begins_at):
 
 
 def test_a_penalty_in_the_criterion_of_a_pipeline_raises():
-    message = r"reads parameter 'blocks\.1\.attention\.out\.weight' outside"
-    expect_on_ranks(ConfigError, message, penalize_in_criterion, 4, "blocks.1.attention.out.weight", 1)
-    run_on_ranks(penalize_in_criterion, 4, "blocks.1.norm.weight", 1)
+    message = r"reads parameter 'transformer\.h\.1\.attn\.c_proj\.weight' outside"
+    expect_on_ranks(ConfigError, message, penalize_in_criterion, 4, "transformer.h.1.attn.c_proj.weight", 1)
+    run_on_ranks(penalize_in_criterion, 4, "transformer.h.1.ln_1.weight", 1)
 
 
 PART_OF_TABLE = r"reads parameter '(tokens|lm_head)\.weight' outside of the layer .*`linear_cross_entropy`"
@@ -215,11 +190,11 @@ def test_a_heads_table_is_read_by_the_head_alone(stage):
     assert type(torch.load(saved, weights_only=True)) is torch.Tensor
 
 
-@raises_on_ranks(GradientError, r"'blocks\.0\.norm\.bias' \(rank 0 against rank 1\)", 2)
+@raises_on_ranks(GradientError, r"'transformer\.h\.0\.ln_1\.bias' \(rank 0 against rank 1\)", 2)
 def test_copies_that_differ_after_the_first_step_raise():
     booster, boosted, model, tokens = boost(TENSOR)
     with torch.no_grad():
-        model.blocks[0].norm.bias.add_(1e-6 * dist.get_rank())
+        model.transformer.h[0].ln_1.bias.add_(1e-6 * dist.get_rank())
     step(booster, boosted, tokens)
 
 
@@ -229,12 +204,12 @@ def drop(options, begins_at, is_seeded):
     torch.manual_seed(7 + dist.get_rank())
     for index in range(3):
         if index == begins_at:
-            for block in model.blocks:
+            for block in model.transformer.h:
                 block.probability = 0.3
             if is_seeded:
                 torch.manual_seed(7)
         step(booster, boosted, tokens)
-    return {name: value.clone() for name, value in model.state_dict().items() if "attention" not in name}
+    return {name: value.clone() for name, value in model.state_dict().items() if "attn" not in name}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from cases import Setting, assert_equals_one_process, decayed, own_loss, zoo_cas
 from matrix import matrix, named
 from model_zoo import get_model
 from ranked import on_ranks
-from torch.nn import functional
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -74,40 +73,9 @@ def test_sequences_of_any_length_padded_or_not_train_as_on_one_process(options, 
     assert_equals_one_process(llama_case(length, padding, no_effect=no_effect), setting)
 
 
-# test_parity.py has the other meshes, and test_ring_attention.py rings of any size
-@matrix(
-    ["ring4"],
-    **{
-        "options, num_ranks": named(
-            [
-                ({**RING, "sp_size": 4}, 4),
-                ({**RING, "zero_stage": 2, "parallel_output": True}, 4),
-                ({**RING, "sp_size": 4, "tp_size": 2, "mesh_order": ("dp", "pp", "tp", "sp")}, 8),
-            ],
-            ["ring4", "ring2dp2zero2", "ring4tp2"],
-            joint=True,
-        )
-    },
-)
-def test_larger_meshes_with_rings_train_as_on_one_process(options, num_ranks):
-    assert_equals_one_process(llama_case(21, "left"), Setting(HybridParallelPlugin, options, num_ranks))
-
-
-def without_labels(step, replica):
-    return {"input_ids": share_of(7, None, step, replica)["input_ids"]}
-
-
-def own_criterion(outputs, batch):
-    """A criterion that knows nothing of ranks, over whole logits, with positions weighted differently."""
-    weights = torch.linspace(0.5, 2.0, outputs.logits.shape[1])
-    losses = functional.cross_entropy(outputs.logits.transpose(1, 2), batch["input_ids"], reduction="none")
-    return (losses * weights).mean()
-
-
-@matrix(["all_to_all"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
-def test_a_custom_criterion_gets_whole_logits(options):
-    case = zoo_case("transformers/llama_tied", batch=without_labels, loss=own_criterion)
-    assert_equals_one_process(case, Setting(HybridParallelPlugin, options))
+# test_parity.py has meshes of more axes, and test_ring_attention.py rings of any size
+def test_a_ring_of_four_ranks_trains_as_on_one_process():
+    assert_equals_one_process(llama_case(21, "left"), Setting(HybridParallelPlugin, {**RING, "sp_size": 4}, 4))
 
 
 @matrix(
@@ -188,7 +156,6 @@ def boost_and_run(name, options, **more):
 @pytest.mark.parametrize(
     ("name", "options", "more", "message"),
     [
-        ("sam", RING, {}, "policy of SamModel names none of the model.s"),
         ("llama", ULYSSES, {"output_hidden_states": True}, "`output_hidden_states=True` asks for what the layers"),
         ("llama", ULYSSES, {"attention_mask": torch.ones(4, 1, 3, 3)}, r"shape \(4, 1, 3, 3\) does not fit a sequence"),
         ("llama", {**RING, "parallel_output": True}, {"logits_to_keep": 1}, "asked for with the logits of 1 positions"),

@@ -14,6 +14,7 @@ from cases import (
     assert_equals_one_process,
     assert_same_training,
     itself,
+    recompute,
     train_boosted,
     train_plainly,
     zoo_case,
@@ -27,7 +28,7 @@ from model_zoo import get_model
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_runtime import FirstFitDocuments, cu_seq_lens, enable_activation_checkpointing, full_gradient
+from booster_runtime import FirstFitDocuments, cu_seq_lens, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -249,11 +250,6 @@ def mixing(kind):
     if kind.startswith("own layer"):
         layers[0] = MixingLayer(layers[0], 1.0 if kind == "own layer" else 1e-4)
     return model
-
-
-def recompute(step, model, _optimizer):
-    if step == 0:
-        enable_activation_checkpointing(model)
 
 
 def mixing_case(kind):

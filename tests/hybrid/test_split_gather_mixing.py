@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, train_boosted
+from cases import Case, Setting, assert_equals_one_process, noise, train_boosted
 from ranked import raises_on_ranks
 from torch import nn
 from torch.nn import functional
@@ -137,8 +137,7 @@ SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
 SETTING = Setting(HybridParallelPlugin, {**SPLIT, "custom_policy": POLICY})
 
 
-def states(number, replica, length=5):
-    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1 + 10 * number + replica))
+states = noise(2, 5, WIDTH)
 
 
 def case_of(kind):
@@ -188,10 +187,11 @@ class SeeingLayer(Unsplit):
 
 
 def with_pictures(number, replica):
-    return states(number, replica), states(number, replica, 4)
+    return states(number, replica), noise(2, 4, WIDTH)(number, replica)
 
 
 def test_layers_that_no_batch_reaches_have_whole_sequences():
     policy = ShardingPolicy(rules=POLICY.rules, layers=("layers", "pictures"))
-    setting = Setting(HybridParallelPlugin, {**SPLIT, "custom_policy": policy, "example_batch": states(0, 0, 6)})
+    example = noise(2, 6, WIDTH)(0, 0)
+    setting = Setting(HybridParallelPlugin, {**SPLIT, "custom_policy": policy, "example_batch": example})
     assert_equals_one_process(Case(build=Seeing, batch=with_pictures, steps=2), setting)

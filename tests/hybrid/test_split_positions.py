@@ -19,6 +19,7 @@ NAME = "transformers/llama_tied"
 TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
 ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
 MODES = pytest.mark.parametrize("options", [ULYSSES, RING], ids=["all_to_all", "ring_attn"])
 
 
@@ -65,7 +66,11 @@ def assert_same_losses(name, options, num_ranks=2):
     assert_equals_one_process(case, Setting(HybridParallelPlugin, options, num_ranks))
 
 
-@matrix(["tuple-all_to_all"], name=LOSSES, options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]))
+@matrix(
+    ["tuple-all_to_all"],
+    name=LOSSES,
+    options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]),
+)
 def test_losses_of_all_kinds_are_those_of_one_process(options, name):
     assert_same_losses(name, options)
 

@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism: replicas drop alike, split regions do not, and recomputing drops again the same."""
+"""Dropout under tensor parallelism: replicas drop alike, split regions do not, nor do axes inside of each other."""
 
 import pytest
 import torch
@@ -7,12 +7,13 @@ from isolated_libraries import import_quietly
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.random_streams import Stream
 from booster_testing import run_on_ranks
 
 PROBABILITY = 0.3
 
 
-def gpt2(**changes):
+def gpt2():
     import_quietly(("transformers",))
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -20,26 +21,14 @@ def gpt2(**changes):
     sizes |= {"bos_token_id": 1, "eos_token_id": 2}
     rates = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), PROBABILITY)
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**{**sizes, **rates, **changes}, attn_implementation="eager")).train()
-
-
-def boosted(make, *, sgd=False):
-    original = make()
-    optimizer = torch.optim.SGD(original.parameters(), lr=0.1) if sgd else torch.optim.AdamW(original.parameters())
-    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2))
-    model, optimizer, *_ = booster.boost(original, optimizer)
-    return booster, model, optimizer
-
-
-def tokens(step=0):
-    return torch.randint(3, 64, (4, 48), generator=torch.Generator().manual_seed(step))
+    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, attn_implementation="eager")).train()
 
 
 def masks():
     """Return which values each dropout of a model dropped, by name, in the order of its calls."""
-    booster, model, optimizer = boosted(gpt2)
-    del booster, optimizer
+    model = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2)).boost(gpt2()).model
     torch.manual_seed(dist.get_rank())  # a user's own choice, which must not part the replicas
+    tokens = torch.randint(3, 64, (4, 48), generator=torch.Generator().manual_seed(0))
     seen = {}
 
     def watch(name):
@@ -51,7 +40,7 @@ def masks():
     for name, module in model.unwrap().named_modules():
         if isinstance(module, torch.nn.Dropout):
             module.register_forward_hook(watch(name))
-    for index, attention in enumerate(model(input_ids=tokens(), output_attentions=True).attentions):
+    for index, attention in enumerate(model(input_ids=tokens, output_attentions=True).attentions):
         seen[f"attention {index}"] = (attention == 0)[(..., *torch.tril_indices(48, 48))]
     return seen
 
@@ -78,3 +67,31 @@ def test_dropout_differs_between_head_shards_and_matches_on_replicas():
     for index, mask in enumerate(residual):
         for other in residual[index + 1 :]:
             assert overlap(mask, other) == pytest.approx(PROBABILITY, abs=0.035)
+
+
+def drawn():
+    return float(torch.rand((), dtype=torch.float64))
+
+
+def test_streams_of_two_axes_differ_inside_of_each_other():
+    """The ranks are those of two times two, seeded alike; what they draw afterwards is alike again."""
+    of_outer, of_inner, after = [], [], []
+    with torch.random.fork_rng(devices=[]):
+        for rank in range(4):
+            torch.manual_seed(4)
+            outer, inner = Stream(rank // 2), Stream(rank % 2)
+            outer.enter(torch.device("cpu"))
+            first = drawn()
+            inner.enter(torch.device("cpu"))
+            of_inner.append(drawn())
+            assert inner.is_current
+            inner.leave()
+            assert outer.is_current
+            of_outer.append((first, drawn()))
+            outer.leave()
+            after.append(drawn())
+    assert of_outer[0] == of_outer[1]
+    assert of_outer[2] == of_outer[3]
+    assert len({*of_outer}) == 2
+    assert len({*of_inner}) == 4
+    assert len({*after}) == 1

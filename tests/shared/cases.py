@@ -26,7 +26,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.plugin import unwrap_model
 from booster_core.state.names import NamedTensors
-from booster_runtime import full_gradient
+from booster_runtime import enable_activation_checkpointing, full_gradient
 from booster_runtime.data import taken_by, tensors_of
 from booster_testing import run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
@@ -52,13 +52,34 @@ def itself(outputs, _batch):
     return outputs
 
 
-def noise(*shape):
+def noise(*shape, dtype=torch.float32):
     """Return a function for batches: random numbers of a shape, the same for each number and replica."""
-    return partial(_noise, shape)
+    return partial(_noise, shape, dtype)
 
 
-def _noise(shape, number, replica):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(10 * number + replica))
+def _noise(shape, dtype, number, replica):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(10 * number + replica))
+
+
+def tokens(*shape):
+    """Return a function for batches of a language model with 64 words, as `noise` does."""
+    return partial(_tokens, shape)
+
+
+def _tokens(shape, number, replica):
+    ids = torch.randint(64, shape, generator=torch.Generator().manual_seed(10 * number + replica))
+    return {"input_ids": ids, "labels": ids}
+
+
+def recompute(step, model, _optimizer):
+    """Let a model recompute its layers from the first step on, as ``before_step`` of a `Case`."""
+    if step == 0:
+        enable_activation_checkpointing(model)
+
+
+def in_fp64(build):
+    """Return what a function or a class builds, in fp64."""
+    return build().double()
 
 
 def sgd(model):
