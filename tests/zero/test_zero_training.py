@@ -100,10 +100,6 @@ REPLICATED = {"stage": 2, "replica_size": 2, "bucket_bytes": 300}
 RIGHT_FIRST = partial(Net, left_first=False)
 
 
-def test_replicas_equal_one_process():
-    assert_parity(training("adamw", build=RIGHT_FIRST), REPLICATED, 4)
-
-
 def never_syncs(run):
     for step in range(5):
         with run.no_sync():
