@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import threading
 import time
 
@@ -133,33 +132,6 @@ def test_regions_come_back_as_they_were_written(tmp_path):
     assert store.allocate(1) == offsets[1]
     store.close()
     assert not [thread for thread in threading.enumerate() if "gemini disk" in thread.name]
-
-
-def test_values_survive_moves_between_ram_and_disk(make):
-    memory = make(EVERYTHING_AWAY)
-    owners = [Owner(memory, number, number) for number in range(6)]
-    for step in range(4):
-        for number, owner in enumerate(owners):
-            assert owner.use(change=1.0) == [number + step + 1.0]
-        for number, owner in enumerate(owners):
-            assert owner.use() == [number + step + 1.0]
-        memory.end_step()
-    assert memory.bytes_by_place()["disk"] >= 3 * BYTES
-
-
-@pytest.mark.parametrize("budget", [2, 3, 6], ids=["tight", "half", "all"])
-def test_auto_keeps_its_budget_and_the_values(make, budget):
-    memory = make(within(budget * BYTES))
-    owners = [Owner(memory, number, number) for number in range(6)]
-    for step in range(5):
-        for change in (None, 1.0):
-            for number, owner in enumerate(owners):
-                assert owner.use(change) == [number + step + (change or 0.0)]
-        memory.reserve(BYTES)
-        memory.free(BYTES)
-        memory.end_step()
-    assert memory.top.peak_bytes <= budget * BYTES
-    assert sum(memory.bytes_by_place().values()) == 6 * BYTES
 
 
 def test_a_budget_moves_less_than_least_recently_used_on_a_loop(make):
@@ -297,24 +269,6 @@ def test_room_that_there_is_not_is_refused_before_it_is_taken(tmp_path, monkeypa
     status = os.statvfs(tmp_path)
     with pytest.raises(OffloadError, match=r"needs \d+ more bytes, and \d+ are free"):
         DiskStore(tmp_path).allocate(status.f_bavail * status.f_frsize + 2**30)
-
-
-def test_a_full_disk_loses_nothing(make, monkeypatch):
-    memory = make(EVERYTHING_AWAY)
-    owner = Owner(memory, 0, 1.0)
-    memory.end_step()
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("booster_gemini.memory.disk.os.posix_fallocate", full)
-    other = Owner(memory, 1, 2.0)
-    problem = memory.problem()
-    assert isinstance(problem, OffloadError)
-    assert re.search(r"needs \d+ more bytes, and \d+ are free .*Nothing is lost", str(problem))
-    assert memory.problem() is None
-    assert owner.use(change=1.0) == [2.0]
-    assert other.use() == [2.0]
 
 
 def test_a_write_that_fails_keeps_the_values_in_memory(make, monkeypatch):

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from patience import unhindered_seconds
 from ranked import raises_on_ranks
 
@@ -25,25 +26,28 @@ from booster_testing.models import tiny_llama
 DISK = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}
 
 
-def boost(folder, **options):
-    booster = Booster(plugin=GeminiPlugin(**{"min_chunk_bytes": 8192, "offload_dir": folder, **options}))
+def boost(folder, *, precision=None, sizes=(), **options):
+    plugin = GeminiPlugin(**{"min_chunk_bytes": 8192, "offload_dir": folder, **options})
+    booster = Booster("cpu", precision, plugin)
     torch.manual_seed(0)
-    model = tiny_llama()
+    model = tiny_llama(**dict(sizes))
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     return booster, model, optimizer
 
 
-def step(booster, model, optimizer, number=0):
+def step(booster, model, optimizer, number=0, max_norm=None):
+    """Take a step, and return the loss and the norm."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(64, (2 * size, 8), generator=generator)[rank::size].contiguous()
     loss = model(input_ids=tokens, labels=tokens).loss
     booster.backward(loss, optimizer)
+    norm = None if max_norm is None else float(optimizer.clip_grad_by_norm(max_norm))
     try:
         optimizer.step()
     finally:
         optimizer.zero_grad()
-    return loss.item()
+    return loss.item(), norm
 
 
 @contextlib.contextmanager
@@ -129,6 +133,42 @@ def test_a_budget_that_is_too_small_names_the_least_that_does(tmp_path):
     )
     options = {"placement_policy": "auto", "memory_budget_bytes": least, "min_chunk_bytes": 512}
     assert run_on_ranks(losses_of, 2, str(tmp_path), options) == run_on_ranks(losses_of, 2, None, {})
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "num_hidden_layers": 3}
+
+
+def state_of_all_ranks(bytes_each):
+    """Return the bytes of the state of a model of these sizes."""
+    return bytes_each * sum(parameter.numel() for parameter in tiny_llama(**SIZES).parameters())
+
+
+def clipped_steps(folder, precision, budget, min_chunk_bytes=40_000):
+    """Return losses and norms, whole parameters and the peak of the steps, within a budget if there is one."""
+    options = {} if budget is None else {"placement_policy": "auto", "memory_budget_bytes": budget}
+    run = boost(folder, precision=precision, sizes=SIZES, min_chunk_bytes=min_chunk_bytes, **options)
+    seen = [step(*run, number, max_norm=0.5) for number in range(4)]
+    memory = run[1].gatherer.memory
+    peak = memory.top.peak_bytes if memory.moves else 0  # whole parameters take what they take
+    return seen, run[1].state_dict(), peak
+
+
+@matrix(["None-1"], precision=[None, "bf16"], world_size=[1, 2])
+def test_a_third_of_the_state_is_enough(precision, world_size, tmp_path):
+    budget = state_of_all_ranks(16 if precision is None else 18) // 3 // world_size
+    still = run_on_ranks(clipped_steps, world_size, None, precision, None)
+    moved = run_on_ranks(clipped_steps, world_size, str(tmp_path), precision, budget)  # in chunks as small as it asks
+    for (seen, state, peak), (expected_seen, expected, _) in zip(moved, still, strict=True):
+        assert peak <= budget
+        assert seen == expected_seen
+        assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
+
+
+def test_chunks_are_as_small_as_a_small_budget_asks(tmp_path):
+    budget = state_of_all_ranks(18) // 3 // 2
+    for seen, _, peak in run_on_ranks(clipped_steps, 2, str(tmp_path), "bf16", budget, 16 * 2**20):
+        assert seen[-1][0] < seen[0][0]
+        assert peak <= budget
 
 
 def descriptors_after(folder):

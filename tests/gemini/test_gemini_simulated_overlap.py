@@ -39,8 +39,7 @@ def step_on_host(self, closure=None):
 
 @mock.patch.object(torch.optim.AdamW, "step", step_on_host)
 def timed(options, rates):
-    """Return how long two steps and their copies take, how long the second one's passes do, and the device's peak."""
-    before = torch.simulated.memory_allocated()
+    """Return how long two steps and their copies take, and how long the second one's passes do."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     booster = Booster("simulated", plugin=GeminiPlugin(min_chunk_bytes=LAYER_BYTES, **options))
@@ -58,7 +57,6 @@ def timed(options, rates):
 
     for _ in range(3):
         step()
-    torch.simulated.reset_peak_memory_stats()
     torch.simulated.synchronize()
     sim.start_timeline(rates)
     marks.clear()
@@ -67,9 +65,7 @@ def timed(options, rates):
     torch.simulated.synchronize()
     _, _, begin, end = marks
     passes = end[0] - begin[0], end[1] - begin[1]
-    peak = torch.simulated.max_memory_allocated() - before
-    times = sim.times()
-    return times, passes, peak
+    return sim.times(), passes
 
 
 def share_hidden(options, simulated_device, *, whole_step):
@@ -113,12 +109,3 @@ def test_a_step_loads_parameters_while_it_evicts_others(simulated_device):
 def test_the_host_waits_for_no_copy_in_forward_and_backward(name, size, simulated_device):
     found = run_on_devices(waits_in_passes, size, simulated_device, OFFLOADED[name], "simulated")
     assert found == [[]] * size
-
-
-def test_a_budget_is_kept(simulated_device):
-    """What the device holds beyond its state, where all of it is there, is taken for activations."""
-    budget, state = 24 * LAYER_BYTES, 4 * DEPTH * LAYER_BYTES
-    ((*_, whole),) = run_on_devices(timed, 1, simulated_device, {}, RATES)
-    options = {"placement_policy": "auto", "memory_budget_bytes": budget}
-    ((*_, peak),) = run_on_devices(timed, 1, simulated_device, options, RATES)
-    assert peak <= 1.1 * (budget + whole - state)

@@ -1,6 +1,7 @@
 """The engine asks for every block before it uses it: a memory that takes each away at once changes no bit."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -26,9 +27,8 @@ OPTIMIZERS = {
 
 def train(memory, precision, name, folder, steps=3):
     """Train, and return losses, norms, gradients of the last step, and the state at the end."""
-    if memory is not None:
-        plugin_module.make_memory = lambda *_: memory()
-    try:
+    make = plugin_module.make_memory if memory is None else lambda *_: memory()
+    with mock.patch.object(plugin_module, "make_memory", make):
         booster = Booster("cpu", precision, GeminiPlugin(min_chunk_bytes=8192))
         torch.manual_seed(0)
         model = tiny_llama()
@@ -61,11 +61,6 @@ def train(memory, precision, name, folder, steps=3):
             booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
             optimizer.step()
         return seen, model.state_dict(), model.gatherer.memory
-    finally:
-        plugin_module.make_memory = MAKE_MEMORY
-
-
-MAKE_MEMORY = plugin_module.make_memory
 
 
 def compare(precision, name, folder):

@@ -52,13 +52,21 @@ def make(name):
     return tiny_llama() if "tp" in name else Counting()
 
 
-def boosted(name, precision, folder):
+def late(net):
+    """Return a layer that may be frozen at first."""
+    return net.inner.model.layers[0]
+
+
+def boosted(name, precision, folder, *, freezes=False):
     torch.manual_seed(0)
     setting = replace(SETTINGS[name], precision=precision)
     if name == "gemini on a disk":
         setting = replace(setting, options={**setting.options, "offload_dir": str(folder)})
     booster, net = setting.make_booster(), make(name)
-    return booster, *booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))[:2]
+    if freezes:
+        late(net).requires_grad_(requires_grad=False)
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    return booster, *booster.boost(net, torch.optim.AdamW(trained, lr=0.01))[:2]
 
 
 def train(booster, model, optimizer, number):
@@ -69,12 +77,15 @@ def train(booster, model, optimizer, number):
     optimizer.zero_grad()
 
 
-def averaged(name, precision, folder):
+def averaged(name, precision, folder, *, freezes=False):
     """Save the model after each step, and the averages; return the model with averages, before that and after it."""
-    run = booster, model, _ = boosted(name, precision, folder)
+    run = booster, model, optimizer = boosted(name, precision, folder, freezes=freezes)
     average = booster_runtime.ema(booster, model, DECAY)
     booster.save_model(model, folder / "0.safetensors")
     for number in range(STEPS):
+        if freezes and number == 1:
+            late(model.unwrap()).requires_grad_()
+            optimizer.add_param_group({"params": [*late(model.unwrap()).parameters()]})
         train(*run, number)
         average.update()
         booster.save_model(model, folder / f"{number + 1}.safetensors")
@@ -94,6 +105,21 @@ def undisturbed(name, precision, folder):
     return whole_model(*run[:2])
 
 
+def averages_of_files(folder):
+    """Return the averages that were saved, once they are those of the models in the files."""
+    expected = load_file(folder / "0.safetensors")
+    for step in range(STEPS):
+        for key, value in load_file(folder / f"{step + 1}.safetensors").items():
+            if key == "calls":
+                expected[key] = value
+            else:
+                expected[key].lerp_(value, 1 - DECAY)  # files have the masters
+    found = load_file(folder / "average.safetensors")
+    assert found.keys() == expected.keys()
+    assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
+    return expected
+
+
 @matrix(
     ["zero whole-bf16", "zero overlapping-bf16", "gemini on a disk-fp32", "fsdp-fp32", "zero3-bf16", "tp-zero1-bf16"],
     name=SETTINGS,
@@ -102,16 +128,7 @@ def undisturbed(name, precision, folder):
 def test_averages_are_those_of_what_the_optimizer_updates_and_leave_no_trace(name, precision, tmp_path):
     ranks = SETTINGS[name].num_ranks
     results = run_on_ranks(averaged, ranks, name, precision, tmp_path)
-    expected = load_file(tmp_path / "0.safetensors")
-    for step in range(STEPS):
-        for key, value in load_file(tmp_path / f"{step + 1}.safetensors").items():
-            if key == "calls":
-                expected[key] = value
-            else:
-                expected[key].lerp_(value, 1 - DECAY)  # files have the masters
-    found = load_file(tmp_path / "average.safetensors")
-    assert found.keys() == expected.keys()
-    assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
+    expected = averages_of_files(tmp_path)
     plain = run_on_ranks(undisturbed, ranks, name, precision, tmp_path)
     for (before, inside, after, later), wanted in zip(results, plain, strict=True):
         assert [key for key, value in before.items() if not torch.equal(after[key], value)] == []
@@ -119,6 +136,13 @@ def test_averages_are_those_of_what_the_optimizer_updates_and_leave_no_trace(nam
         assert len(names) >= len(expected) - 1  # a tied one has another name in files
         assert [key for key in names if not torch.equal(inside[key], expected[key].to(inside[key].dtype))] == []
         assert [key for key, value in wanted.items() if not torch.equal(later[key], value)] == []
+
+
+@pytest.mark.parametrize("name", ["zero1", "gemini"])
+def test_a_parameter_that_is_unfrozen_later_is_averaged_on(name, tmp_path):
+    """Gemini gets new chunks for it."""
+    run_on_ranks(averaged, 2, name, "bf16", tmp_path, freezes=True)
+    averages_of_files(tmp_path)
 
 
 @pytest.mark.parametrize(("saving", "loading"), [("zero1", "zero2"), ("gemini", "gemini"), ("tp-zero1", "hybrid-tp")])

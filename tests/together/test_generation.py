@@ -9,17 +9,14 @@ import torch.distributed as dist
 
 from booster_core import Booster
 from booster_testing import run_on_ranks
+from booster_testing.models import tiny_llama
 
 PROMPT = torch.arange(6)[None] + 3
 
 
 def llama(adapted=False):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
-    model = LlamaForCausalLM(config)
+    model = tiny_llama(hidden_size=64, intermediate_size=128, vocab_size=128, use_cache=True, initializer_range=0.3)
     if not adapted:
         return model
     import peft

@@ -83,6 +83,11 @@ READS = {
     "as a truth value": lambda run: bool(run.net.head.bias.grad.sum() > 0),
     "sent": lambda run: dist.all_reduce(run.net.head.weight.grad),
     "concatenated": lambda run: torch.cat([p.grad.flatten() for p in run.net.parameters()]),
+    "converted": lambda run: run.net.head.weight.grad.double(),
+    "compared": lambda run: torch.equal(run.net.head.weight.grad, torch.ones(3, 6)),
+    "many": lambda run: torch._foreach_mul_([run.net.head.weight.grad], 2),
+    **{name: lambda run, name=name: getattr(run.net.head.weight.grad, name) for name in ("T", "mT", "H", "mH")},
+    **{name: lambda run, name=name: getattr(run.net.head.weight.grad, name) for name in ("real", "imag")},
     "pieces": lambda run: nn.utils.clip_grad_norm_([p for g in run.optimizer.param_groups for p in g["params"]], 1.0),
 }
 
@@ -104,6 +109,9 @@ def test_reading_a_split_gradient_raises_with_the_remedy(plugin):
     gradient = run.net.head.weight.grad
     said = tuple(gradient.shape), gradient.dtype, gradient.device.type, gradient.requires_grad, gradient.numel()
     assert said == ((3, 6), torch.float32, "cpu", False, 18)
+    assert (len(gradient), gradient.size(1), gradient.ndim, torch.numel(gradient)) == (3, 6, 2, 18)
+    assert (gradient.is_floating_point(), torch.is_complex(gradient), gradient.is_sparse) == (True, False, False)
+    assert (gradient.stride(), gradient.layout, gradient.element_size()) == ((6, 1), torch.strided, 4)
     assert repr(gradient) == f"{gradient}" == "ShardedGradient('head.weight', shape=(3, 6), dtype=torch.float32)"
 
 

@@ -8,7 +8,6 @@ from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_is
 from matrix import matrix
 from ranked import raises_on_ranks
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
@@ -17,6 +16,7 @@ from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import whole_parameters
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
 pytestmark = [
@@ -146,6 +146,6 @@ def test_tensor_parallelism_refuses_blocks_of_whole_matrices():
     import torchao.optim
 
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes))
+    model = tiny_llama(num_hidden_layers=1, **sizes)
     booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2))
     booster.boost(model, torchao.optim.AdamW8bit(model.parameters()))

@@ -5,6 +5,7 @@ import gc
 import resource
 import time
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -86,11 +87,8 @@ def _trained(name, options, size):
         held.append(_held(before))
         return result
 
-    torch.optim.AdamW.step = step_and_count
-    try:
+    with mock.patch.object(torch.optim.AdamW, "step", step_and_count):
         measured = measure(training(lambda: llama(size), tokens), load(name)(**options))
-    finally:
-        torch.optim.AdamW.step = step
     return measured, held[-1]
 
 

@@ -23,7 +23,6 @@ from booster_core.errors import ConfigError
 from booster_core.ranks import DistCoordinator
 from booster_gemini import GeminiPlugin
 from booster_runtime import LazyInitContext, full_gradient, set_full_gradient, train_batch
-from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors
 from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
@@ -247,30 +246,6 @@ def lists_the_head(step, model, optimizers):
 def test_a_parameter_joins_an_optimizer_that_takes_it_in_another_way(plugin):
     case = replace(PLAIN, optimizer=late, before_step=lists_the_head, max_norm=None)
     assert_equals_one_process(case, SETTINGS[plugin])
-
-
-def what_each_steps_on(plugin):
-    """Return by optimizer the elements that this rank steps on, and whether it takes parameters whole."""
-    model, optimizers = make()
-    # What a chunk has is balanced, so Gemini has chunks of its own size here, not one for each layer.
-    chosen = Setting(GeminiPlugin) if plugin == "gemini" else SETTINGS[plugin]
-    _, boosted, *_ = chosen.make_booster().boost(model, optimizers)
-    shapes = {tuple(parameter.shape) for parameter in model.layers.parameters()}
-    listed = [optimizer.stepped() for optimizer in boosted]
-    return [sum(each.numel() for each in of_one) for of_one in listed], all(tuple(p.shape) in shapes for p in listed[0])
-
-
-@pytest.mark.parametrize("plugin", ["zero-1", "gemini"])
-def test_matrices_are_whole_and_balanced_and_the_rest_is_cut(plugin):
-    _, optimizers = make()
-    size, rest = (sum(each.numel() for each in optimizer.param_groups[0]["params"]) for optimizer in optimizers)
-    found = run_on_ranks(what_each_steps_on, 4, plugin)
-    assert all(is_whole for _, is_whole in found)
-    of_muon, of_adamw = zip(*(of_rank for of_rank, _ in found), strict=True)
-    assert (sum(of_muon), sum(of_adamw)) == (size, rest)
-    assert max(of_muon) <= 0.35 * size
-    assert min(of_adamw) > 0
-    assert max(of_adamw) <= 0.4 * rest, "up to what slices are aligned to"
 
 
 def test_a_parameter_belongs_to_one():

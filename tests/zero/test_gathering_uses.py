@@ -1,9 +1,6 @@
 """Any use of a parameter finds its values: gradients equal those of one process, however the model goes about it."""
 
-import os
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_testing import run_on_ranks
+from booster_testing import peak_memory, run_on_ranks
 from booster_zero.engine import Bucket
 
 WIDTH = 12
@@ -186,18 +183,14 @@ def test_few_chunks_are_whole_at_a_time():
     assert most <= 3  # in use, kept for what comes right after, and on its way
 
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @on_ranks(2)
 def test_a_forward_without_a_backward_leaves_nothing_behind():
     _, model, _ = boost(make("repeated"))
     x = torch.randn(2**15, WIDTH)  # 1.5 MiB, and as much for each of twelve outputs that tanh saves
-    resident = [resident_bytes()]
+    left = []
     for _ in range(3):  # the C library may take some for later in one of them, but not in all
-        for _ in range(20):
-            model(x)
-        resident.append(resident_bytes())
-    left = min(after - before for before, after in pairwise(resident))
-    assert left < 2 * 12 * 1.5 * 2**20, "less than two forwards keep"
+        with peak_memory() as used:
+            for _ in range(20):
+                model(x)
+        left.append(used.kept_bytes)
+    assert min(left) < 2 * 12 * 1.5 * 2**20, "less than two forwards keep"

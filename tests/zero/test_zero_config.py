@@ -51,11 +51,6 @@ def test_cpu_offload_is_one_name_for_two():
     assert ZeroConfig(cpu_offload=True).offload == ZeroConfig(offload="cpu").offload == "cpu"
 
 
-def test_a_narrow_precision_has_fp32_masters():
-    policy = LowLevelZeroPlugin().resolve_precision(PrecisionPolicy.parse("bf16"))
-    assert (policy.param_dtype, policy.master_dtype) == (torch.bfloat16, torch.float32)
-
-
 def test_masters_can_be_left_out():
     policy = LowLevelZeroPlugin(master_weights=False).resolve_precision(PrecisionPolicy.parse("bf16"))
     assert (policy.param_dtype, policy.master_dtype) == (torch.bfloat16, torch.bfloat16)

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import defaultdict
 from types import FunctionType
+from unittest import mock
 
 import pytest
 import torch
@@ -98,33 +99,28 @@ def gradient_bytes(stage, bucket_bytes):
         peaks.append(sum(part.numel() * 4 for part in (ref() for ref in refs) if part is not None))
         return original(parts, *args, **kwargs)
 
-    collectives.reduce_scatter = counting
-    try:
+    with mock.patch.object(collectives, "reduce_scatter", counting):
         for _ in range(2):
             train(booster, model, optimizer, 256, no_sync=True)
-    finally:
-        collectives.reduce_scatter = original
     full = sum(p.grad.numel() * 4 for p in model.unwrap().parameters() if type(p.grad) is torch.Tensor)  # no stand-in
     full += sum(part.numel() * 4 for part in (ref() for ref in refs) if part is not None)
     shards = sum(bucket.gradient.numel() * 4 for bucket in optimizer.layout.buckets)
     return max(peaks, default=0) / model_bytes, full / model_bytes, shards / model_bytes
 
 
-def test_stage_2_never_holds_a_whole_gradient():
-    for underway, full, shards in run_on_ranks(gradient_bytes, 2, 2, 256 * 256 * 4):
-        assert underway <= 3 / 12, "of twelve layers, each a bucket, two are underway and one is on its way"
-        assert (full, shards) == (0.0, 0.5)
-
-
-def test_stage_1_accumulates_whole_gradients():
-    for underway, full, shards in run_on_ranks(gradient_bytes, 2, 1, 256 * 256 * 4):
-        assert (underway, full, shards) == (0.0, 1.0, 0.5)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_one_rank_keeps_each_gradient_once(stage):
-    for underway, full, shards in run_on_ranks(gradient_bytes, 1, stage, 256 * 256 * 4):
-        assert (underway, full, shards) == (0.0, 0.0, 1.0)
+@pytest.mark.parametrize(
+    ("world_size", "stage", "most_underway", "kept"),
+    [
+        (2, 2, 3 / 12, (0.0, 0.5)),  # of twelve layers, each a bucket, two are underway and one is on its way
+        (2, 1, 0.0, (1.0, 0.5)),
+        (1, 1, 0.0, (0.0, 1.0)),
+        (1, 2, 0.0, (0.0, 1.0)),
+    ],
+)
+def test_stage_2_never_holds_a_whole_gradient_and_one_rank_holds_each_once(world_size, stage, most_underway, kept):
+    for underway, full, shards in run_on_ranks(gradient_bytes, world_size, stage, 256 * 256 * 4):
+        assert underway <= most_underway
+        assert (full, shards) == kept
 
 
 def engine_is_gone():

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import simulated_device as sim
@@ -169,12 +170,9 @@ def order_of_events(options):
     step(*run)
     events = []
     gather, stepped = collectives.all_gather, run[2].optim.step
-    collectives.all_gather = lambda *args: events.append("gather") or gather(*args)
     run[2].optim.step = lambda *args: events.append("step") or stepped(*args)
-    try:
+    with mock.patch.object(collectives, "all_gather", lambda *args: events.append("gather") or gather(*args)):
         step(*run)
-    finally:
-        collectives.all_gather = gather
     return events, len(run[2].layout.buckets)
 
 

@@ -89,30 +89,24 @@ def trained(model_class, options, precision, hides):
         return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def same_bits(model_class, options=None, precision="fp32"):
-    options = options or {}
+@pytest.mark.parametrize(
+    ("model_class", "options", "precision"),
+    [
+        # `test_gathering_uses` has more ways to use a parameter, all of which one mechanism sees.
+        *((model_class, {}, "fp32") for model_class in (TiedHead, ByNumpy, LazyOutput, Scripted)),
+        (TiedHead, {"stage": 2}, "bf16"),
+        (TiedHead, {"stage": 2}, "fp16"),
+        (TiedHead, {"offload": "cpu"}, "fp32"),
+        (TiedHead, {"partition": "parameter"}, "fp32"),
+    ],
+)
+def test_no_forward_reads_a_parameter_that_is_not_there_yet(model_class, options, precision):
     plain = run_on_ranks(trained, 2, model_class, options, precision, False, timeout_seconds=150)
     overlapping = {**options, "overlap_allgather": True}
     hidden = run_on_ranks(trained, 2, model_class, overlapping, precision, True, timeout_seconds=150)
     for (losses, parameters), (expected, others) in zip(hidden, plain, strict=True):
         assert losses == expected
         assert all(torch.equal(others[name], value) for name, value in parameters.items())
-
-
-# `test_gathering_uses` has more ways to use a parameter, all of which one mechanism sees.
-@pytest.mark.parametrize("model_class", [TiedHead, ByNumpy, LazyOutput, Scripted])
-def test_no_forward_reads_a_parameter_that_is_not_there_yet(model_class):
-    same_bits(model_class)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_narrow_formats_wait_too(precision):
-    same_bits(TiedHead, {"stage": 2}, precision)
-
-
-@pytest.mark.parametrize("options", [{"offload": "cpu"}, {"partition": "parameter"}], ids=["offload", "parameter"])
-def test_other_options_go_with_it(options):
-    same_bits(TiedHead, options)
 
 
 # ---- everything that is not forward

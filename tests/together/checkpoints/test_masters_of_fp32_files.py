@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Setting
+from device_smoke import part_of
 from matrix import matrix
 from plugin_runs import runs, step
 from safetensors.torch import load_file, save_file
 
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state import slices_of
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
@@ -53,23 +53,17 @@ def trained(run, precision):
     return objects
 
 
-def part_of(values, shard):
-    """Return the part of whole values that a shard holds."""
-    start, stop = shard.flat_range
-    return values[slices_of(shard.box)].reshape(-1)[start:stop]
-
-
 def check_digits(booster, model, optimizer, expected):
     """Compare masters and working values with fp32 values, bit for bit; masters cover every parameter."""
     adapter, covered = booster.state_adapter(model, optimizer), 0
     for shard in adapter.model_shards():
-        values = part_of(expected[shard.name], shard)
+        values = part_of(expected[shard.name], shard).flatten()
         assert shard.dtype != torch.float32
         assert torch.equal(shard.data.reshape(-1), values.to(shard.dtype)), shard.name
     for shard in adapter.optimizer_shards():
         if shard.state == "master":
             assert shard.dtype == torch.float32
-            assert torch.equal(shard.data.reshape(-1), part_of(expected[shard.name], shard)), shard.name
+            assert torch.equal(shard.data.reshape(-1), part_of(expected[shard.name], shard).flatten()), shard.name
             covered += shard.numel * shard.is_owner
     total = sum(DistCoordinator().all_gather_object(covered))
     assert total == sum(values.numel() for values in expected.values())
@@ -97,7 +91,7 @@ def load_rounded_file(run, path):
     adapter, names = booster.state_adapter(model, optimizer), set()
     for shard in (*adapter.model_shards(), *adapter.optimizer_shards()):
         if shard.state in (None, "master"):
-            assert torch.equal(shard.data.reshape(-1).bfloat16(), part_of(expected[shard.name], shard)), shard.name
+            assert shard.data.reshape(-1).bfloat16().equal(part_of(expected[shard.name], shard).flatten()), shard.name
             names |= {shard.name} if shard.state == "master" else set()
     assert set().union(*DistCoordinator().all_gather_object(names)) == expected.keys()
 

@@ -1,6 +1,7 @@
 """Saves and loads of state on a device: what the host waits for, and in which thread; copies that are under way."""
 
 from pathlib import Path
+from unittest import mock
 
 import torch
 from engine_calls import EngineCalls
@@ -22,21 +23,14 @@ def save_while_waits_for_whole_devices_fail(folder, use_async):
     model = nn.Linear(300, 40).to(NAME)
     expected = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     io = EngineCalls(bucket_bytes=1024)
-
-    def refuse(*_):
-        msg = "waited for a whole device"
-        raise AssertionError(msg)
-
-    real, torch.accelerator.synchronize = torch.accelerator.synchronize, refuse
-    try:
+    refusal = AssertionError("waited for a whole device")
+    with mock.patch.object(torch.accelerator, "synchronize", side_effect=refusal):
         with HostWaits(NAME) as waits:
             io.save_model(adapter_of(model), Path(folder) / "m.safetensors", use_async=use_async)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         io.wait()
-    finally:
-        torch.accelerator.synchronize = real
     saved = load_file(Path(folder) / "m.safetensors")
     return all(torch.equal(saved[name], value) for name, value in expected.items()), len(waits.found)
 
