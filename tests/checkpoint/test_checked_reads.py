@@ -1,12 +1,11 @@
 """Checksums by blocks: what ranks read is verified while they read it, whatever parts of a file each of them reads."""
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
-import xxhash
+from file_faults import change_manifest
 from resumable import ResumableRun as Run
 from synthetic_state import parts_of
 
@@ -160,15 +159,6 @@ def test_newest_whole_goes_on_from_damage_met_halfway(tmp_path):
 
 
 # ---- the format before
-
-
-def change_manifest(folder, change):
-    """Change what a step's manifest says, and the checksum in it."""
-    content = json.loads((folder / "manifest.json").read_text())
-    change(content)
-    content.pop("xxh3")
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    (folder / "manifest.json").write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
 
 
 @pytest.mark.parametrize("blocks", ["-1 5", "1", "x", None, 7, [4], "1x999999999999", "4x-1"])

@@ -28,48 +28,45 @@ from booster_testing import run_on_ranks
 make = partial(trained_parts, 64, 64, 8)
 
 
-class Gate:
-    """Holds all writing back until it is opened."""
+@pytest.fixture
+def gate(monkeypatch):
+    """An event until which all writing is held back."""
+    event, real = threading.Event(), in_place.write_ranges
 
-    def __init__(self, monkeypatch):
-        self.event = threading.Event()
-        real = in_place.write_ranges
+    def held_back(*args):
+        assert event.wait(30)
+        return real(*args)
 
-        def held_back(*args):
-            assert self.event.wait(30)
-            return real(*args)
-
-        monkeypatch.setattr(in_place, "write_ranges", held_back)
+    monkeypatch.setattr(in_place, "write_ranges", held_back)
+    return event
 
 
-def test_the_file_holds_what_was_there_when_the_call_returned(tmp_path, monkeypatch):
-    gate = Gate(monkeypatch)
+def test_the_file_holds_what_was_there_when_the_call_returned(gate, tmp_path):
     io, adapter, model = make(bucket_bytes=4096)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     io.save_model(adapter, tmp_path / "m.safetensors", use_async=True)
     for parameter in model.parameters():
         parameter.data.fill_(7)
     assert not (tmp_path / "m.safetensors").exists()
-    gate.event.set()
+    gate.set()
     io.wait()
     for name, tensor in load_file(tmp_path / "m.safetensors").items():
         assert torch.equal(tensor, before[name])
 
 
 @pytest.mark.parametrize("then", ["save", "load", "wait", "close"])
-def test_the_next_call_waits(then, tmp_path, monkeypatch):
-    gate = Gate(monkeypatch)
+def test_the_next_call_waits(then, gate, tmp_path):
     io, adapter, _ = make()
     path = tmp_path / "m.safetensors"
     io.save_model(adapter, path, use_async=True)
-    threading.Timer(0.2, gate.event.set).start()
+    threading.Timer(0.2, gate.set).start()
     if then == "save":
         io.save_model(adapter, tmp_path / "n.safetensors")
     elif then == "load":
         assert io.load_model(adapter, path).is_complete
     else:
         getattr(io, then)()
-    assert gate.event.is_set(), "the call came back before the write went on"
+    assert gate.is_set(), "the call came back before the write went on"
     assert path.exists()
 
 
@@ -93,8 +90,8 @@ def test_buffers_are_used_again_and_given_back(end, tmp_path):
 
 
 @pytest.mark.parametrize("call", ["save_model", "save_optimizer", "save_checkpoint"])
-def test_a_relative_path_means_the_folder_of_the_call(call, tmp_path, monkeypatch):
-    gate, booster, model = Gate(monkeypatch), Booster("cpu"), nn.Linear(4, 4)
+def test_a_relative_path_means_the_folder_of_the_call(call, gate, tmp_path, monkeypatch):
+    booster, model = Booster("cpu"), nn.Linear(4, 4)
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     before, after = tmp_path / "before", tmp_path / "after"
     before.mkdir()
@@ -105,7 +102,7 @@ def test_a_relative_path_means_the_folder_of_the_call(call, tmp_path, monkeypatc
     else:
         getattr(booster, call)({"save_model": model, "save_optimizer": optimizer}[call], "out", use_async=True)
     monkeypatch.chdir(after)
-    gate.event.set()
+    gate.set()
     booster.wait()
     assert list(after.iterdir()) == []
     if call == "save_checkpoint":

@@ -342,19 +342,14 @@ def test_malformed_entries(entries, data, folder):
 
 def test_chunk_that_is_not_what_the_table_says(folder):
     table = pickle.loads((folder / ".metadata").read_bytes())  # our own file
-    info = table.storage_data
     table.state_dict_metadata["deep.b"] = tensor(size=(4,), sizes=(4,))
+    table.storage_data[MetadataIndex("w", torch.Size([0, 0]))] = table.storage_data[MetadataIndex("n")]
     (folder / ".metadata").write_bytes(pickle.dumps(table))
-    source = Source(folder, "model")
-    with pytest.raises(CheckpointError, match="is not what the table says"):
-        source.read_whole("deep.b")
-    source.close()
-    info[MetadataIndex("w", torch.Size([0, 0]))] = info[MetadataIndex("n")]
-    (folder / ".metadata").write_bytes(pickle.dumps(table))
-    source = Source(folder, "model")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        source.read_whole("w")
-    source.close()
+    with contextlib.closing(Source(folder, "model")) as source:
+        with pytest.raises(CheckpointError, match="is not what the table says"):
+            source.read_whole("deep.b")
+        with pytest.raises(CheckpointError, match="is damaged"):
+            source.read_whole("w")
 
 
 def test_random_damage(folder):

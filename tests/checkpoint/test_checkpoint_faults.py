@@ -1,5 +1,6 @@
 """What goes wrong is an error on every rank, with path and remedy in it, and nothing is lost or half-written."""
 
+import copy
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ import torch
 from engine_calls import on_hosts, trained_parts
 from ranked import on_ranks
 from reference_plugins import ReferencePlugin
+from safetensors.torch import save_file
 from torch import nn
 
 from booster_checkpoint import ModelPart, OptimizerPart
@@ -47,23 +49,16 @@ def test_a_scheduler_that_one_rank_cannot_write_raises_on_every_rank(tmp_path):
 parts = partial(trained_parts, 8, 16, 2)
 
 
-def values(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def is_same(model, before):
-    return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
 def outcome(action, path, *, rank=None, **options):
     """Do something on this rank, and return the error's kind and text, and whether the model is as before."""
     io, adapter, model = parts(seed=1)
-    before = values(model)
+    before = copy.deepcopy(model.state_dict())
+    kinds, text = [], ""
     try:
         getattr(io, action)(adapter, path, **options)
     except (CheckpointError, ConfigError) as error:
-        return [kind.__name__ for kind in type(error).__mro__], str(error), is_same(model, before)
-    return [], "", is_same(model, before)
+        kinds, text = [kind.__name__ for kind in type(error).__mro__], str(error)
+    return kinds, text, all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def fails_on_every_rank(action, path, match, kind="CheckpointError", **options):
@@ -146,12 +141,6 @@ def test_an_index_that_leads_out_of_its_folder(name, tmp_path):
         io.load_model(adapter, tmp_path)
 
 
-def save_tensors(path, tensors):
-    from safetensors.torch import save_file
-
-    save_file(tensors, path)
-
-
 def test_all_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(tmp_path):
     _, _, model = parts(seed=3)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -159,7 +148,7 @@ def test_all_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(tmp_path):
     tensors["1.weight"] = tensors["1.weight"].T.contiguous()
     tensors["1.bias"] = tensors["1.bias"].to(torch.int64)
     tensors |= {f"more.{index}": torch.zeros(1) for index in range(12)}
-    save_tensors(tmp_path / "m.safetensors", tensors)
+    save_file(tensors, tmp_path / "m.safetensors")
     for match in (
         "1 tensors are missing: '0.bias'",
         "12 tensors are unexpected: 'more.0'",
@@ -173,9 +162,7 @@ def test_all_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(tmp_path):
 
 def test_what_fits_is_loaded_if_asked_for(tmp_path):
     io, adapter, model = parts(seed=3)
-    save_tensors(
-        tmp_path / "m.safetensors", {"0.weight": torch.ones(16, 8), "1.bias": torch.ones(3), "x": torch.ones(1)}
-    )
+    save_file({"0.weight": torch.ones(16, 8), "1.bias": torch.ones(3), "x": torch.ones(1)}, tmp_path / "m.safetensors")
     bias = model[1].bias.detach().clone()
     report = io.load_model(adapter, tmp_path / "m.safetensors", strict=False)
     assert report.loaded == ("0.weight",)

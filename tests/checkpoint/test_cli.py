@@ -253,20 +253,14 @@ def test_a_training_state_shows_what_wrote_it_and_its_tensors(root):
     assert result.output.splitlines()[-1].startswith("17 tensors, ")
 
 
-def test_a_root_lists_its_steps(root):
-    result = inspect(root)
-    assert result.exit_code == 0
-    assert "latest: step-00000006" in result.output
-    assert "step-00000003: " in result.output
-
-
 @pytest.mark.parametrize("spoil", [lambda content: content[:40], lambda content: content.replace(b"3", b"4")])
-def test_a_root_goes_on_after_a_damaged_manifest(spoil, root, tmp_path):
+def test_a_root_lists_its_steps_also_after_a_damaged_manifest(spoil, root, tmp_path):
     shutil.copytree(root, tmp_path / "root")
     manifest = tmp_path / "root" / "step-00000003" / "manifest.json"
     manifest.write_bytes(spoil(manifest.read_bytes()))
     result = inspect(tmp_path / "root")
     assert result.exit_code == 0
+    assert "latest: step-00000006" in result.output
     assert "step-00000003: not whole: " in result.output
     assert "step-00000006: 1" in result.output or "step-00000006: 2" in result.output
     assert inspect("--check", tmp_path / "root").exit_code == 1
@@ -314,17 +308,10 @@ def test_no_values_are_read(root, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: None, "There is no model checkpoint at"),
-        (lambda path: path.mkdir(), "holds no model checkpoint"),
-        (lambda path: path.write_bytes(b"short"), "too few for a safetensors file"),
-        (lambda path: path.write_bytes(b"\xff" * 100), "announces a header of"),
-    ],
-    ids=["absent", "empty", "short", "garbage"],
+    ("content", "message"), [(b"short", "too few for a safetensors file"), (b"\xff" * 100, "announces a header of")]
 )
-def test_what_is_no_checkpoint_is_an_error(make, message, tmp_path):
-    make(tmp_path / "it")
+def test_what_is_no_checkpoint_is_an_error(content, message, tmp_path):
+    (tmp_path / "it").write_bytes(content)
     result = inspect(tmp_path / "it")
     assert result.exit_code == 1
     assert message in result.output

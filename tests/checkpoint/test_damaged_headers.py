@@ -38,8 +38,10 @@ def build(header, values=b""):
     return struct.pack("<Q", len(text)) + text + values
 
 
-def write_header(path, header):
-    path.write_bytes(build(header, b"\0" * 16))
+def assert_header_is_refused(header, match, folder):
+    (folder / "m.safetensors").write_bytes(build(header, b"\0" * 16))
+    with pytest.raises(CheckpointError, match=match):
+        Source(folder / "m.safetensors", "model").close()
 
 
 def entry(**changes):
@@ -69,9 +71,7 @@ def entry(**changes):
     ids=range(16),
 )
 def test_safetensors_header(header, tmp_path):
-    write_header(tmp_path / "m.safetensors", header)
-    with pytest.raises(CheckpointError, match=r"m\.safetensors"):
-        Source(tmp_path / "m.safetensors", "model").close()
+    assert_header_is_refused(header, r"m\.safetensors", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,7 @@ def test_safetensors_header(header, tmp_path):
     ],
 )
 def test_what_a_header_says_wrongly_is_named(header, match, tmp_path):
-    write_header(tmp_path / "m.safetensors", header)
-    with pytest.raises(CheckpointError, match=match):
-        Source(tmp_path / "m.safetensors", "model").close()
+    assert_header_is_refused(header, match, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -148,12 +146,11 @@ def test_parameter_groups(content, tmp_path):
     save_file({}, tmp_path / "optimizer-00001-of-00001.safetensors")
     (tmp_path / FileNames(base="optimizer").index).write_text('{"weight_map": {}}')
     (tmp_path / "param_groups.json").write_text(json.dumps(content))
-    source = Source(tmp_path, "optimizer")
-    try:
-        with pytest.raises(CheckpointError, match=r"param_groups\.json|cannot be read"):
-            read_optimizer_info(source)
-    finally:
-        source.close()
+    with (
+        contextlib.closing(Source(tmp_path, "optimizer")) as source,
+        pytest.raises(CheckpointError, match=r"param_groups\.json|cannot be read"),
+    ):
+        read_optimizer_info(source)
 
 
 # ---- our reader of safetensors files and the library's, on files that are whole, odd and damaged
@@ -172,10 +169,8 @@ def ours(content):
             source = Source(path, "model")
         except CheckpointError:
             return None
-        try:
+        with contextlib.closing(source):
             return {key: source.read_whole(key) for key in source.tensors}
-        finally:
-            source.close()
 
 
 def theirs(content):

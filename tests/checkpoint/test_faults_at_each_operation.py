@@ -41,11 +41,6 @@ ALL = list(itertools.product((errno.EIO, errno.EACCES), (False, True), (0, 1)))
 PARTLY = "partly those of this"
 
 
-def value_at(step):
-    """Return what every value of a step is."""
-    return float(step)
-
-
 def make():
     """Return a run whose every value says that nothing was loaded."""
     run = Run(seed=8)
@@ -58,7 +53,7 @@ def make():
 def set_all(run, step):
     run.step = step
     for tensor in tensors_of(run):
-        tensor.fill_(value_at(step))
+        tensor.fill_(step)
 
 
 def tensors_of(run):

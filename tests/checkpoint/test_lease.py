@@ -100,14 +100,6 @@ def test_a_load_alone_takes_nothing(make_job, tmp_path):
     training.save(tmp_path, 2)
 
 
-def test_a_save_without_a_resume_takes_over(make_job, tmp_path):
-    old, new = make_job(), make_job()
-    old.save(tmp_path, 1)
-    new.save(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="Another job saves into"):
-        old.save(tmp_path, 3)
-
-
 @pytest.mark.parametrize("moment", ["place", "write_latest"])
 def test_a_job_that_is_replaced_during_its_commit(moment, make_job, tmp_path, monkeypatch, caplog):
     old, new = make_job(), make_job()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from file_faults import change_manifest
 from reference_plugins import ReferencePlugin
 from torch import nn
 
@@ -151,13 +152,7 @@ def test_damaged_states(registered, tmp_path):
     booster.save_checkpoint(tmp_path, step=1, model=model)
     path = tmp_path / "step-00000001" / "training_state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "registered": registered}))
-    step = tmp_path / "step-00000001" / "manifest.json"
-    manifest = json.loads(step.read_text())
-    manifest["files"]["training_state.json"]["nbytes"] = path.stat().st_size
-    del manifest["xxh3"]
-    from booster_checkpoint.run.manifest import _digest
-
-    step.write_text(json.dumps({**manifest, "xxh3": _digest(manifest)}))
+    change_manifest(path.parent, lambda it: it["files"]["training_state.json"].update(nbytes=path.stat().st_size))
     with pytest.raises(CheckpointError, match="is damaged"):
         booster.load_checkpoint(tmp_path, model=model, verify=False)
 

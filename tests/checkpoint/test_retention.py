@@ -56,6 +56,7 @@ def save(root, metrics, start=1, **rules):
     run = Run()  # a new process would know no more
     for run.step, metric in enumerate(metrics, start):
         run.save(root, metric=metric, **rules)
+        run.booster.wait()
 
 
 def test_best_steps_stay_through_a_restart(tmp_path):
@@ -106,13 +107,6 @@ def names_in(root):
     return sorted(path.name for path in root.iterdir())
 
 
-def save_step(root, step, keep_last=1, **options):
-    run = Run()
-    run.step = step
-    run.save(root, keep_last=keep_last, **options)
-    run.booster.wait()
-
-
 def load(root, step="latest"):
     return Run(seed=1).load(root, step=step).step
 
@@ -137,7 +131,7 @@ def busy_files(monkeypatch):
 @pytest.mark.parametrize("use_async", [False, True])
 def test_step_that_cannot_be_removed_fails_no_save(use_async, busy_files, tmp_path, caplog):
     for step in (1, 2, 3):
-        save_step(tmp_path, step, use_async=use_async)
+        save(tmp_path, [None], step, use_async=use_async, keep_last=1)
     shown = [name for name in names_in(tmp_path) if not name.startswith(".")]
     assert shown == ["latest", "lease.json", "step-00000003"]
     assert len(names_in(tmp_path)) == 5, "halves of two steps are left, under hidden names"
@@ -148,7 +142,7 @@ def test_step_that_cannot_be_removed_fails_no_save(use_async, busy_files, tmp_pa
     with pytest.raises(CheckpointError, match="There is no step 2"):
         load(tmp_path, 2)
     busy_files[0] = False
-    save_step(tmp_path, 4)
+    save(tmp_path, [None], 4, keep_last=1)
     assert names_in(tmp_path) == ["latest", "lease.json", "step-00000004"]
 
 
@@ -167,26 +161,26 @@ def step_that_stays(step):
 
 
 def test_step_that_cannot_be_renamed_stays_whole_and_is_removed_later(tmp_path, caplog):
-    save_step(tmp_path, 1)
+    save(tmp_path, [None], 1, keep_last=1)
     with step_that_stays(1):
-        save_step(tmp_path, 2)
+        save(tmp_path, [None], 2, keep_last=1)
     assert "step-00000001' could not be removed" in caplog.text
     assert load(tmp_path) == 2
     assert load(tmp_path, 1) == 1
-    save_step(tmp_path, 3)
+    save(tmp_path, [None], 3, keep_last=1)
     assert names_in(tmp_path) == ["latest", "lease.json", "step-00000003"]
 
 
 def test_step_of_an_earlier_attempt_that_cannot_be_removed_does_not_stop_the_next(tmp_path, caplog):
-    save_step(tmp_path, 1, keep_last=None)
-    save_step(tmp_path, 2, keep_last=None)
+    save(tmp_path, [None], 1)
+    save(tmp_path, [None], 2)
     (tmp_path / "latest").write_text("step-00000001\n")  # the run went back, and comes to step 2 again
     with step_that_stays(2):
-        save_step(tmp_path, 2, keep_last=None)
+        save(tmp_path, [None], 2)
     assert "step-00000002' could not be removed" in caplog.text
     assert (tmp_path / "latest").read_text() == "step-00000002.1\n"
     assert load(tmp_path) == 2
-    save_step(tmp_path, 3)
+    save(tmp_path, [None], 3, keep_last=1)
     assert names_in(tmp_path) == ["latest", "lease.json", "step-00000003"]
 
 
@@ -205,14 +199,14 @@ class StubbornStorage(FolderStorage):
 @pytest.mark.parametrize("refused", ["step-00000001", "step-00000001/manifest.json"])
 def test_step_at_a_url_that_cannot_be_removed(refused, serve, caplog):
     root, stubborn = "ours://run", serve(StubbornStorage)
-    save_step(root, 1)
+    save(root, [None], 1, keep_last=1)
     stubborn.refused = (refused,)
-    save_step(root, 2)
-    save_step(root, 3)
+    save(root, [None], 2, keep_last=1)
+    save(root, [None], 3, keep_last=1)
     assert "step-00000001' could not be removed" in caplog.text
     assert load(root) == 3
     is_whole = refused.endswith("json")
     assert open_run(root).steps() == ["step-00000001"] * is_whole + ["step-00000003"]
     stubborn.refused = ()
-    save_step(root, 4)
+    save(root, [None], 4, keep_last=1)
     assert {path.partition("/")[0] for path in stubborn.list(root)} == {"latest", "lease.json", "step-00000004"}

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import random
-import threading
 
 import pytest
 import torch
@@ -83,23 +82,17 @@ def test_a_box_is_written_into_a_file_and_nothing_else(path, case, dtype, offset
     assert path.read_bytes() == b"\xff" * offset + bytes(as_bytes(before)) + b"\xff" * 3
 
 
-class Reads:
-    """Takes the place of `os.preadv`, and records where each call reads and how much."""
-
-    def __init__(self, monkeypatch):
-        self.calls = []
-        preadv = os.preadv
-
-        def recorded(descriptor, targets, offset):
-            self.calls.append((offset, len(targets[0])))
-            return preadv(descriptor, targets, offset)
-
-        monkeypatch.setattr(os, "preadv", recorded)
-
-
 @pytest.fixture
 def reads(monkeypatch):
-    return Reads(monkeypatch)
+    """Where each call of `os.preadv` reads, and how much."""
+    calls, preadv = [], os.preadv
+
+    def recorded(descriptor, targets, offset):
+        calls.append((offset, len(targets[0])))
+        return preadv(descriptor, targets, offset)
+
+    monkeypatch.setattr(os, "preadv", recorded)
+    return calls
 
 
 @pytest.mark.parametrize("most", [1, 3, 1 << 30])
@@ -111,7 +104,7 @@ def test_a_range_is_read_in_calls_of_any_length(path, reads, monkeypatch, most):
         assert file.size == 20
         file.read_into(memoryview(target), 5)
         assert target == bytes(range(5, 13))
-        assert max(length for _, length in reads.calls) == min(most, 8)
+        assert max(length for _, length in reads) == min(most, 8)
         with pytest.raises(CheckpointDamagedError, match=r"file' ended at byte 20 while it was being read"):
             file.read_into(memoryview(target), 15)
 
@@ -130,13 +123,13 @@ def test_rows_with_small_gaps_are_read_in_windows_of_a_mebibyte(path, reads):
     width = 1 << 16  # 256 KiB
     read_columns(path, width, (10, width - 10))
     inside = (width - 20) * 4
-    assert reads.calls == [(40, 3 * width * 4 + inside), (4 * width * 4 + 40, 3 * width * 4 + inside)]
+    assert reads == [(40, 3 * width * 4 + inside), (4 * width * 4 + 40, 3 * width * 4 + inside)]
 
 
 def test_large_gaps_are_left_out(path, reads):
     width = 1 << 16
     read_columns(path, width, (0, width // 2))
-    assert reads.calls == [(row * width * 4, width * 2) for row in range(8)]
+    assert reads == [(row * width * 4, width * 2) for row in range(8)]
 
 
 def test_a_file_that_is_cut_off_while_it_is_open_is_damaged(path):
@@ -195,8 +188,6 @@ class OneFile:
     def __init__(self, content):
         self.content = content
         self.asked = []
-        self.held = self.most = 0
-        self.lock = threading.Lock()
         self.fails = False
 
     def list(self, url):
@@ -205,8 +196,7 @@ class OneFile:
     def read(self, url, start, target):
         if self.fails:
             raise OSError(5, "Input/output error")
-        with self.lock:
-            self.asked.append((start, len(target)))
+        self.asked.append((start, len(target)))
         target[:] = self.content[start : start + len(target)]
 
 

@@ -24,6 +24,7 @@ from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
 
 
 def uninterrupted(options, steps):
@@ -173,16 +174,6 @@ def test_a_model_that_is_garbage_is_replaced(tmp_path):
         gc.enable()
 
 
-def everything(run):
-    state = {name: tensor.clone() for name, tensor in run.model.unwrap().state_dict().items()}
-    moments = {
-        f"{index}.{name}": tensor.clone()
-        for index, entries in run.optimizer.unwrap().state_dict()["state"].items()
-        for name, tensor in entries.items()
-    }
-    return state | moments, run.optimizer.param_groups[0]["lr"], run.scheduler.state_dict()
-
-
 def other_groups(run):
     run.optimizer.unwrap().param_groups.append({**run.optimizer.param_groups[0], "params": []})
 
@@ -211,13 +202,11 @@ def test_what_does_not_fit_is_found_before_anything_changes(change, message, tmp
     run = Run(seed=1)
     run.train(1)
     change(run)
-    values, *others = everything(run)
+    values, others = run.tensors(), (run.optimizer.param_groups[0]["lr"], run.scheduler.state_dict())
     with pytest.raises(CheckpointError, match=message):
         run.load(tmp_path)
-    after, *others_after = everything(run)
-    assert values.keys() == after.keys()
-    assert all(torch.equal(values[name], after[name]) for name in values)
-    assert others == others_after
+    assert_same_tensors(run.tensors(), values, EXACT)
+    assert others == (run.optimizer.param_groups[0]["lr"], run.scheduler.state_dict())
 
 
 @pytest.mark.parametrize(

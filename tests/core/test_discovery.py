@@ -7,6 +7,8 @@ import booster_core.plugin
 from booster_core import Plugin, discovery
 from booster_core.errors import PluginError, PluginNotInstalledError
 
+PLUGIN_FILES = ("__init__.py", "hooks.py", "plugin.py")
+
 
 def listed(name):
     return [listing for listing in discovery.installed() if listing.name == name]
@@ -31,28 +33,6 @@ def test_what_is_installed_in_a_running_process_is_found(install, tmp_path):
     assert [listing.distribution for listing in listed("late")] == ["late"]
     shutil.rmtree(site / "late-2.0.dist-info")
     assert not listed("late")
-
-
-def test_a_listing_imports_nothing_of_the_plugin(install):
-    package = install(files={"__init__.py": "raise SystemExit('imported')"})
-    (listing,) = listed("acme")
-    assert listing.problem is None
-    assert not [name for name in sys.modules if name.startswith(package)]
-
-
-@pytest.mark.parametrize("where", ["__init__.py", "hooks.py", "plugin.py"])
-def test_a_syntax_error_is_told_by_loading_wherever_it_is(install, where):
-    install(files={where: "def broken(:"})
-    assert listed("acme")[0].problem is None
-    with pytest.raises(PluginError, match=r"Plugin 'acme' \(booster-acme 1\.2\) could not be imported: SyntaxError"):
-        discovery.load("acme")
-
-
-def test_an_import_that_is_not_installed_is_the_cause_of_the_error(install):
-    install(files={"plugin.py": "import not_there_at_all\nclass AcmePlugin:\n    name = 'acme'\n"})
-    with pytest.raises(PluginError, match="could not be imported: No module named 'not_there_at_all'") as caught:
-        discovery.load("acme")
-    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
 def test_a_missing_requirement_is_found_and_extras_are_not_required(install):
@@ -112,6 +92,8 @@ def test_an_unknown_name_lists_what_is_installed_and_the_closest(install):
         ({"plugin.py": "AcmePlugin = 3"}, "pass", "lists 3, which is not a subclass"),
         ({"__init__.py": "raise ValueError('bad day')"}, "pass", "could not be imported: ValueError: bad day"),
         ({"__init__.py": "raise SystemExit(3)"}, "pass", "could not be imported: SystemExit: 3"),
+        *(({where: "def broken(:"}, "pass", "could not be imported: SyntaxError") for where in PLUGIN_FILES),
+        ({"plugin.py": "import not_there"}, "pass", "could not be imported: No module named 'not_there'"),
         ({}, "api_version = 999", "was written for version 999 of the plugin interface"),
         ({}, "name = 'other'", "lists 0 classes whose `name` is 'acme'; the names there are 'other'"),
         (
@@ -139,14 +121,28 @@ def test_an_unknown_name_lists_what_is_installed_and_the_closest(install):
             "could not be imported: PluginValidationError: unknown hook 'booster_plugin'",
         ),
     ],
-    ids=["no hook", "no Plugin", "no class", "raises", "exits", "version", "name", "abstract", "misspelt hook"],
+    ids=[
+        *("no hook", "no Plugin", "no class", "raises", "exits", *PLUGIN_FILES, "not installed"),
+        *("version", "name", "abstract", "misspelt hook"),
+    ],
 )
 def test_a_broken_plugin_is_refused_by_name_distribution_and_cause(install, files, body, message):
-    install(files=files, body=body)
+    package = install(files=files, body=body)
+    assert listed("acme")[0].problem is None
+    assert not [name for name in sys.modules if name.startswith(package)], "a listing imports nothing"
     with pytest.raises(PluginError) as caught:
         discovery.load("acme")
     assert "Plugin 'acme' (booster-acme 1.2)" in str(caught.value)
     assert message in str(caught.value)
+
+
+def test_broken_plugins_disturb_no_other(install):
+    install("acme")
+    install("broken", files={"__init__.py": "def broken(:"})
+    install("exits", files={"__init__.py": "raise SystemExit(3)"})
+    assert discovery.load("acme").name == "acme"
+    assert listed("acme")[0].problem is None
+    assert booster_core.plugin.AcmePlugin.__module__ == "booster_acme.plugin"
 
 
 INHERITS = """
@@ -168,20 +164,6 @@ def test_a_plugin_that_does_not_state_its_interface_version_itself_is_refused(in
     message = "does not say which version of the plugin interface it was written for"
     with pytest.raises(PluginError, match=rf"Plugin 'acme' \(booster-acme 1.2\) {message}: .*`api_version = 2`"):
         discovery.load("acme")
-
-
-def test_a_broken_plugin_disturbs_no_other(install):
-    install("acme")
-    install("broken", files={"__init__.py": "def broken(:"})
-    install("exits", files={"__init__.py": "raise SystemExit(3)"})
-    assert discovery.load("acme").name == "acme"
-    assert listed("acme")[0].problem is None
-
-
-def test_a_third_party_class_is_found_next_to_broken_plugins(install):
-    install("broken", files={"__init__.py": "raise ValueError"})
-    install("zzz")
-    assert booster_core.plugin.ZzzPlugin.__module__ == "booster_zzz.plugin"
 
 
 @pytest.mark.parametrize(

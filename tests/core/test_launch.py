@@ -75,13 +75,6 @@ def test_launching_twice():
             call()
 
 
-def test_launching_again_after_shutdown(port):
-    for _ in range(2):
-        assert launch(0, 1, "localhost", port, timeout_seconds=20).local_rank == 0
-        shutdown()
-        assert not dist.is_initialized()
-
-
 @pytest.mark.parametrize("config", ["./config.py", {"zero": 1}])
 def test_a_config_is_refused(config):
     with pytest.raises(ConfigError, match=r"`config=.*` has no effect here"):
@@ -248,15 +241,6 @@ def test_port_in_use():
             launch(0, 2, "127.0.0.1", port, timeout_seconds=3)
 
 
-def test_another_program_at_the_port():
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"connected to 127.0.0.1:{port}, but what listens there did not answer"):
-            launch(1, 2, "127.0.0.1", port, timeout_seconds=2)
-
-
 def test_nobody_at_the_port(port):
     with pytest.raises(LaunchError, match=f"Rank 1 could not reach rank 0 at 127.0.0.1:{port} within 1 s: .*refused"):
         launch(1, 2, "127.0.0.1", port, timeout_seconds=1)
@@ -313,4 +297,5 @@ def test_a_process_that_met_another_program_ends():
         call = f"from booster_core.ranks.launch import launch; launch(1, 2, '127.0.0.1', {port}, timeout_seconds=1)"
         done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "did not answer as rank 0" in done.stderr.splitlines()[-1]
+    said = f"connected to 127.0.0.1:{port}, but what listens there did not answer as rank 0"
+    assert said in done.stderr.splitlines()[-1]

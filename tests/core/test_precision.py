@@ -142,16 +142,11 @@ def test_a_low_precision_model_is_widened_for_mixed_precision_but_not_what_is_fr
     assert model.first.weight.dtype == torch.bfloat16
 
 
-def test_nothing_asked_leaves_the_parameters():
+@pytest.mark.parametrize(("asked", "expected"), [(None, torch.bfloat16), ("fp32", torch.float32)])
+def test_parameters_stay_as_they_are_unless_a_format_is_asked(asked, expected):
     model = TinyMLP().bfloat16()
-    boosted = Booster("cpu").boost(model)
-    assert boosted.model.unwrap().first.weight.dtype == torch.bfloat16
-
-
-def test_fp32_asked_means_fp32():
-    model = TinyMLP().bfloat16()
-    Booster("cpu", "fp32").boost(model)
-    assert model.first.weight.dtype == torch.float32
+    Booster("cpu", asked).boost(model)
+    assert model.first.weight.dtype == expected
 
 
 def test_optimizer_state_follows_the_parameters_format():

@@ -40,14 +40,11 @@ def test_a_shard_holds_the_elements_of_its_box_or_a_range_of_them(case, data):
     assert (part.numel, part.flat_range) == (stop - start, (start, stop))
 
 
-def test_the_key_names_the_state():
+def test_the_key_names_the_state_and_a_shard_is_written_by_its_rank_unless_another_owns_it():
     values = torch.zeros(2)
     assert shard((2,), ((0, 2),), values).key == "w"
+    assert shard((2,), ((0, 2),), values).is_owner
     assert shard((2,), ((0, 2),), values, state="exp_avg").key == "w/exp_avg"
-
-
-def test_a_shard_is_written_by_its_rank_unless_another_owns_it():
-    assert shard((2,), ((0, 2),), torch.zeros(2)).is_owner
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranked import on_ranks, raises_on_ranks
+from ranked import raises_on_ranks
 from replica_ranks import BATCH, Net, assert_same_bits, batch_of, hear, loss_of, run_groups, say, state_of
 from torch import nn
 
@@ -331,17 +331,3 @@ def test_a_training_that_another_has_replaced_says_so():
         trained.append((booster, model, optimizer))
         _step(booster, model, optimizer, batch_of(0))
     loss_of(trained[0][1], batch_of(0))
-
-
-@on_ranks(1)
-def test_a_single_group_needs_no_lighthouse():
-    booster = Booster(plugin=FaultTolerantPlugin(inner="single"))
-    model = Net()
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    for number in range(2):
-        _step(booster, model, optimizer, batch_of(number))
-    steps, state = booster.plugin.step, state_of(booster, model)
-    _, parameters = _one_process(2, lambda step: [step])
-    assert steps == 2
-    for name, values in parameters.items():
-        torch.testing.assert_close(state[f"{name}:None"], values.detach(), rtol=1e-12, atol=1e-14)

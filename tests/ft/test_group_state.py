@@ -23,18 +23,6 @@ def trained(width, rate, names=("a", "b"), schedulers=1):
     return model, optimizer, state
 
 
-def test_all_of_a_state_is_taken_over():
-    ours, optimizer, state = trained(3, 0.1)
-    with torch.no_grad():
-        ours["a"].weight.zero_()
-    theirs, other, received = trained(3, 0.7)
-    state.restore(received.capture(), 5, is_new=False)
-    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(optimizer.state[one]["exp_avg"], other.state[two]["exp_avg"])
-    assert optimizer.param_groups[0]["lr"] == 0.7
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [

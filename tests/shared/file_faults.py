@@ -1,17 +1,20 @@
 """Make the k-th file operation of a kind fail, as a disk or its permissions do.
 
 The functions of `os`, `open` and file objects are replaced by ones that count and may raise, so it runs anywhere. What
-C++ code opens by itself, as torch does with some files, is not seen.
+C++ code opens by itself, as torch does with some files, is not seen. `change_manifest` changes what a step's files say.
 """
 
 import builtins
 import contextlib
 import io
+import json
 import mmap
 import os
 import pathlib
 import threading
 from unittest import mock
+
+import xxhash
 
 OPERATIONS = {
     "open": ("open",),
@@ -148,3 +151,12 @@ def _path_of(path):
         return os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - as above
     except TypeError:
         return None
+
+
+def change_manifest(folder, change):
+    """Change what a step's manifest says by a function of its content, and the checksum in it."""
+    content = json.loads((folder / "manifest.json").read_text())
+    change(content)
+    content.pop("xxh3")
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    (folder / "manifest.json").write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))

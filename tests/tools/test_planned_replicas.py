@@ -1,5 +1,7 @@
 """What a plan predicts of replicas in one process is what ranks hold and send, and what arithmetic says."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,8 +36,8 @@ class Net(nn.Module):
         return self.second(hidden[torch.arange(len(x) - 1, -1, -1)])
 
 
-def build():
-    model = Net()
+def build(make=Net):
+    model = make()
     return model, torch.optim.AdamW(model.parameters())
 
 
@@ -75,15 +77,10 @@ class Choosing(Net):
         return out[out > 0]
 
 
-def choosing():
-    model = Choosing()
-    return model, torch.optim.AdamW(model.parameters())
-
-
 @pytest.mark.parametrize(
     ("make", "rank", "message"),
     [
-        (choosing, 0, "can't be known without computing it"),
+        (partial(build, Choosing), 0, "can't be known without computing it"),
         (build, 2, "`rank=2` is not one of the 2"),
         (Net, 0, r"`build` returns \(model, optimizer\).*got `Net`"),
         (lambda: (Net(), None), 0, "got `Net, NoneType`"),
@@ -159,18 +156,13 @@ class Distributed(Net):
         return super().forward(x) + scattered.sum() * small.sum()
 
 
-def distributed():
-    model = Distributed()
-    return model, torch.optim.AdamW(model.parameters())
-
-
 def traffic_of_dtensor():
-    return measure(training(distributed), ReferencePlugin()).traffic
+    return measure(training(partial(build, Distributed)), ReferencePlugin()).traffic
 
 
 def test_collectives_of_dtensor_are_counted():
     measured_traffic, _ = run_on_ranks(traffic_of_dtensor, 2)
-    planned = predict(distributed, 2).traffic
+    planned = predict(partial(build, Distributed), 2).traffic
     assert planned == measured_traffic
     block = 4 * 64 * WIDTH
     assert (planned["all_gather"].payload_bytes, planned["all_gather"].sent_bytes) == (2 * block, block)

@@ -204,14 +204,9 @@ def measured(path):
     warnings = []
     with (
         mock.patch.object(logging.getLogger("booster"), "warning", lambda _, *named: warnings.extend(named)),
-        track(optimizer, JsonLines(path), meters=[Stragglers(booster, model, every=2)]) as run,
+        track(optimizer, JsonLines(path), meters=[Stragglers(booster, model, every=2)]),
     ):
-        for _ in range(5):
-            inputs = torch.full((2, 4), float(torch.distributed.get_rank()))
-            booster.backward(model(inputs).mean(), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            run.log(done=1)
+        train_on(booster, model, optimizer, [torch.full((2, 4), float(torch.distributed.get_rank()))] * 5)
     hooks = [len(module._forward_hooks) for module in booster.unwrap(model)]
     return warnings, hooks
 

@@ -29,9 +29,9 @@ def mse(outputs, _):
     return (outputs - TARGET).square().mean()
 
 
-def build():
+def build(optimizer=torch.optim.AdamW, **options):
     model = TinyMLP()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer(model.parameters(), **{"lr": 1e-2, **options})
 
 
 def batch(samples=4):
@@ -169,11 +169,6 @@ def test_a_plugin_that_waits_for_other_launches_is_refused():
     verify(FUNCTIONS, Waiting())
 
 
-def build_with_decay():
-    model = TinyMLP()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1.0)
-
-
 def found_by(make_plugin, make):
     report = verify(TrainingFunctions(make, batch, mse), make_plugin())
     with pytest.raises(GradientError, match="differs from one process"):
@@ -185,7 +180,7 @@ def found_by(make_plugin, make):
     ("make_plugin", "what", "name", "make"),
     [
         (partial(Broken, scale_one_gradient), "gradient", "second.weight", build),
-        (partial(Broken, ignore_weight_decay), "loss", None, build_with_decay),
+        (partial(Broken, ignore_weight_decay), "loss", None, partial(build, torch.optim.SGD, lr=0.1, weight_decay=1.0)),
         (partial(Broken, start_elsewhere), "initial parameter", "second.weight", build),
         (partial(Broken, compute_in_evaluation), "output", None, build),
         (HidesAParameter, "initial parameter", "second.weight", build),
@@ -252,7 +247,6 @@ def test_what_can_not_be_compared_raises_on_every_rank(case):
     make, data, loss, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         verify(TrainingFunctions(make, lambda: data, loss), ReferencePlugin())
-    assert True
 
 
 @pytest.mark.parametrize(("device", "read"), [("cpu", []), ("cuda:3", [3])])
@@ -312,16 +306,15 @@ def test_a_right_plugin_is_verified(verify_script):
 
 
 def test_options_and_mistakes_reach_the_plugin_and_the_user(verify_script):
-    done = verify_script("absent", "batch", "loss", "reference", "1", "", "precision=bf16")
-    assert done.codes == [2, 2], done.output
-    (line,) = (line for line in done.output.splitlines() if line.startswith("booster verify:"))
-    assert "has no function 'absent'" in line
-    done = verify_script("build", "batch", "loss", "reference", "1", "", "precision")
-    assert done.codes == [2, 2], done.output
-    assert "`--option precision` is not NAME=VALUE" in done.output
-    done = verify_script("build", "batch", "loss", "reference", "1", "", "precision=bf15")
-    assert done.codes == [2, 2], done.output
-    assert "bf15" in done.output
+    for function, option, message in (
+        ("absent", "precision=bf16", "has no function 'absent'"),
+        ("build", "precision", "`--option precision` is not NAME=VALUE"),
+        ("build", "precision=bf15", "bf15"),
+    ):
+        done = verify_script(function, "batch", "loss", "reference", "1", "", option)
+        assert done.codes == [2, 2], done.output
+        (line,) = (line for line in done.output.splitlines() if line.startswith("booster verify:"))
+        assert message in line
 
 
 @pytest.mark.parametrize(("returned", "written", "status"), [(0, 1, 1), (0, 0, 0), (3, None, 3)])
