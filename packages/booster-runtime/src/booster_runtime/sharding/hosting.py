@@ -169,8 +169,12 @@ class HostedOptimizer:
         if type(self.optimizer.state) is not defaultdict:
             return
         owner = self.optimizer
-        while isinstance(getattr(type(owner), "state", None), property):  # of the optimizer that it wraps
-            owner = next(each for each in vars(owner).values() if isinstance(each, torch.optim.Optimizer))
+        while isinstance(shown := getattr(type(owner), "state", None), property) and shown.fset is None:
+            wrapped = [each for each in vars(owner).values() if isinstance(each, torch.optim.Optimizer)]
+            if not wrapped:
+                msg = f"{type(owner).__qualname__} shows a state that can't be set. Use plugin='ddp'."
+                raise ConfigError(msg)
+            owner = wrapped[0]
         owner.state = _StateOfPieces(self._name_of, owner.state)
 
 
