@@ -145,10 +145,10 @@ def check_same_parameters(path: object, saved: OptimizerInfo, here: OptimizerInf
 
 
 def states_by_parameter(
-    path: object, tensors: Mapping[str, TensorMeta], here: OptimizerInfo
+    path: object, tensors: Mapping[str, TensorMeta], saved: OptimizerInfo
 ) -> dict[str, dict[str, TensorMeta]]:
-    """Return what the checkpoint holds by parameter and state name."""
-    members = {name for group in here.groups for name in group.params}
+    """Return what the checkpoint holds by parameter and state name, for `prepare_optimizer_load`."""
+    members = {name for group in saved.groups for name in group.params}
     states: dict[str, dict[str, TensorMeta]] = {}
     unknown = []
     for key, meta in tensors.items():
@@ -160,7 +160,7 @@ def states_by_parameter(
     if unknown:
         msg = f"'{path}' holds {len(unknown)} tensors of no parameter of this optimizer: {shorten(unknown)}."
         raise CheckpointError(msg)
-    return states
+    return saved.with_own_dtypes(states)
 
 
 def listed_states(adapter: StateAdapter, stored: Mapping[str, TensorMeta]) -> tuple[list[str], dict[str, str]]:

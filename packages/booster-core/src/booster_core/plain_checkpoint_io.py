@@ -197,7 +197,7 @@ def _load_optimizer(adapter: StateAdapter, file: _File) -> None:
     saved = OptimizerInfo.from_json(file.values["optimizer"], str(file.path))
     here = OptimizerInfo.of(adapter)
     check_same_parameters(file.path, saved, here)
-    adapter.prepare_optimizer_load(states_by_parameter(file.path, metas, here), saved.scalars, saved.groups)
+    adapter.prepare_optimizer_load(states_by_parameter(file.path, metas, saved), saved.scalars, saved.groups)
     check_states(file.path, metas, [listed_states(adapter, metas)])
     for shard in adapter.optimizer_shards():
         if shard.key in file.tensors:

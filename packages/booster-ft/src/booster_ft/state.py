@@ -114,7 +114,7 @@ class GroupState:
         for name, state, shape, dtype in chain.from_iterable(self.coordinator.all_gather_object(own)):
             metas[name][state] = TensorMeta(shape=shape, dtype=dtype)
         info = OptimizerInfo.merge(self.coordinator.all_gather_object(received["info"]))
-        adapter.prepare_optimizer_load(metas, info.scalars, info.groups)
+        adapter.prepare_optimizer_load(info.with_own_dtypes(metas), info.scalars, info.groups)
         self._fill(received["optimizer"], adapter.optimizer_shards)
         adapter.finish_load(model=False, optimizer=True)
         for scheduler, content in zip(self.schedulers, received["schedulers"], strict=True):

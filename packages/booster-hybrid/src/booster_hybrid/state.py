@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from booster_core.state import NamedTensors, StateAdapter, TensorMeta, TensorShard, box_shape, refuse_parts, regions_of
+from booster_core.state import NamedTensors, StateAdapter, TensorShard, box_shape, refuse_parts, regions_of
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
-    from booster_core.state import Box, JSONValue, ParamGroup, ShardFollower
+    from booster_core.state import Box, JSONValue, ParamGroup, ShardFollower, TensorMeta
     from booster_hybrid.mesh import RankGroup
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.tensor_parallel.split import Split
@@ -211,7 +211,7 @@ class HybridStateAdapter(StateAdapter):
         split = self._splits.get(name)
         if split is None or meta.shape != split.global_shape:
             return meta
-        return TensorMeta(shape=split.local_shape, dtype=meta.dtype)
+        return replace(meta, shape=split.local_shape)
 
     def _moved(self, shards: Iterator[TensorShard]) -> Iterator[TensorShard]:
         for held in shards:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 _T = TypeVar("_T")
 _LARGEST = 1 << 62
-STATE, GROUPS, SHAPES = "state", "param_groups", "param_shapes"
+STATE, GROUPS, SHAPES, DTYPES = "state", "param_groups", "param_shapes", "param_dtypes"
 """The first parts of an optimizer's paths."""
 _NESTED = {MODEL: ("model",), OPTIMIZER: ("optimizer", "optim")}
 """What the parts of a nested state are called."""
@@ -464,7 +464,7 @@ def _optimizer_info(others: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
     """Return the values of an optimizer's paths in the form of ``param_groups.json``."""
     groups: dict[int, dict[str, Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    shapes: dict[str, Any] = {}
+    facts: dict[str, Any] = {SHAPES: {}}
     flat: dict[str, dict[str, Any]] = {}
     for parts, value in others.items():
         if parts[0] == GROUPS and len(parts) == 3 and isinstance(parts[1], str) and not parts[1].isdecimal():
@@ -475,8 +475,8 @@ def _optimizer_info(others: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
             )
         elif parts[0] == STATE and len(parts) == 3:
             scalars.setdefault(str(parts[1]), {})[str(parts[2])] = encode_json(value, str(parts[2]))
-        elif parts[0] == SHAPES:
-            shapes = value
+        elif parts[0] in (SHAPES, DTYPES):
+            facts[parts[0]] = value
     ordered = [groups[index] for index in sorted(groups)]
     for name, options in flat.items():  # parameters with equal options were one group
         alike = (group for group in ordered if {**options, "params": group["params"]} == group)
@@ -485,4 +485,4 @@ def _optimizer_info(others: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
             ordered.append({**options, "params": [name]})
         else:
             group["params"].append(name)
-    return {"format_version": 1, "param_groups": ordered, "scalars": scalars, "param_shapes": shapes}
+    return {"format_version": 1, "param_groups": ordered, "scalars": scalars, **facts}

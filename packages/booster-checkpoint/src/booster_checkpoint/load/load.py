@@ -211,7 +211,7 @@ class OptimizerLoad:
                 named, saved = by_name(source, here, [groups for groups, *_ in gathered])
         assert saved is not None, "an error was raised on every rank"
         check_same_parameters(self._path, saved, here)
-        self._states = states_by_parameter(self._path, named.tensors, here)
+        self._states = states_by_parameter(self._path, named.tensors, saved)
         self._saved, self._tensors = saved, named.tensors
         # State that exists is kept where its shape is that of the checkpoint; its kind must be, too.
         misfits: dict[str, str] = {}

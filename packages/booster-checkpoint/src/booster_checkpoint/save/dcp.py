@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from booster_checkpoint.files.dcp import GROUPS, METADATA, SHAPES, STATE, read_table
+from booster_checkpoint.files.dcp import DTYPES, GROUPS, METADATA, SHAPES, STATE, read_table
 from booster_checkpoint.save.parts import MergedPart, ModelPart, OptimizerPart, Part
 from booster_checkpoint.save.plan import OwnedTensors, SpecTables
 from booster_checkpoint.storage import LocalLocation, locate
@@ -288,4 +288,5 @@ def _values_of(part: Part, merged: MergedPart, rank: int) -> dict[_PathInState, 
     for name, states in info.scalars.items():
         values |= {(STATE, name, state): value for state, value in states.items()}
     values[SHAPES,] = {name: list(shape) for name, shape in info.shapes.items()}
+    values[DTYPES,] = info.dtype_names()
     return values

@@ -31,10 +31,12 @@ class TensorMeta:
     Args:
         shape: Shape of the whole tensor.
         dtype: Element type in the file.
+        keeps_dtype: Room for it has this type whatever its parameter's is: optimizer state that had another one.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    keeps_dtype: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

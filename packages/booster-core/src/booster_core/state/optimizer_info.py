@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, shorten
 from booster_core.state.adapter import ParamGroup
 from booster_core.state.json_values import decode_json, encode_json
 from booster_core.state.names import distinct, natural_order
+from booster_core.state.optimizer_state import MASTER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from booster_core.state.adapter import StateAdapter
+    import torch
+
+    from booster_core.state.adapter import StateAdapter, TensorMeta
 
 FORMAT_VERSION = 1
 """Version of ``param_groups.json``."""
@@ -38,11 +41,13 @@ class OptimizerInfo:
         groups: Parameter groups.
         scalars: State that is not a tensor, by parameter and state name.
         shapes: The shape of each parameter.
+        dtypes: The element type of each parameter; none are known in files that others have written.
     """
 
     groups: tuple[ParamGroup, ...]
     scalars: Mapping[str, Mapping[str, Any]]
     shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON, ordered by name: the file does not depend on which rank held what."""
@@ -60,7 +65,12 @@ class OptimizerInfo:
                 for name, states in sorted(self.scalars.items(), key=lambda item: natural_order(item[0]))
             },
             "param_shapes": {name: list(self.shapes[name]) for name in sorted(self.shapes, key=natural_order)},
+            "param_dtypes": self.dtype_names(),
         }
+
+    def dtype_names(self) -> dict[str, str]:
+        """Return the element types as text, ordered by name."""
+        return {name: str(self.dtypes[name]).removeprefix("torch.") for name in sorted(self.dtypes, key=natural_order)}
 
     @classmethod
     def from_json(cls, content: Any, where: str) -> OptimizerInfo:
@@ -88,25 +98,43 @@ class OptimizerInfo:
                 for name, states in content["scalars"].items()
             }
             shapes = {name: _shape(shape) for name, shape in content["param_shapes"].items()}
+            dtypes = {name: decode_json({"$dtype": dtype}) for name, dtype in content.get("param_dtypes", {}).items()}
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             msg = f"'{where}' does not describe an optimizer's parameter groups: {error!r}."
             raise CheckpointError(msg) from error
-        return cls(groups=groups, scalars=scalars, shapes=shapes)
+        return cls(groups=groups, scalars=scalars, shapes=shapes, dtypes=dtypes)
 
     @classmethod
     def of(cls, adapter: StateAdapter) -> OptimizerInfo:
         """Return what this rank knows."""
         groups = tuple(adapter.param_groups())
         members = {name for group in groups for name in group.params}
+        shards = {shard.name: shard for shard in adapter.model_shards() if shard.name in members}
         return cls(
             groups=groups,
             scalars=adapter.optimizer_scalars(),
-            shapes={shard.name: shard.global_shape for shard in adapter.model_shards() if shard.name in members},
+            shapes={name: shard.global_shape for name, shard in shards.items()},
+            dtypes={name: shard.dtype for name, shard in shards.items()},
         )
 
     def entries(self) -> list[Any]:
         """Return what a rank tells the others, in parts: ranks that have all groups alike may differ in scalars."""
-        return [self.groups, self.scalars, self.shapes]
+        return [self.groups, self.scalars, self.shapes, self.dtypes]
+
+    def with_own_dtypes(self, states: Mapping[str, Mapping[str, TensorMeta]]) -> dict[str, dict[str, TensorMeta]]:
+        """Return the tensors of a saved state, by parameter and state name, those marked that keep their type.
+
+        An optimizer may keep state in another type than what it steps on, a narrow momentum beside fp32 weights or
+        fp32 beside narrow ones, where torch's ``load_state_dict`` would convert it.
+        """
+        kept: dict[str, dict[str, TensorMeta]] = {}
+        for name, held in states.items():
+            stepped = held[MASTER].dtype if MASTER in held else self.dtypes.get(name)
+            kept[name] = {
+                key: replace(meta, keeps_dtype=stepped is not None and meta.dtype != stepped)
+                for key, meta in held.items()
+            }
+        return kept
 
     @classmethod
     def merge(cls, gathered: Sequence[Sequence[Any]]) -> OptimizerInfo:
@@ -118,7 +146,7 @@ class OptimizerInfo:
         Raises:
             CheckpointError: If ranks disagree about a group's options.
         """
-        rank_groups, rank_scalars, rank_shapes = (distinct(entries) for entries in zip(*gathered, strict=True))
+        rank_groups, rank_scalars, *facts = (distinct(entries) for entries in zip(*gathered, strict=True))
         groups = []
         for index in range(max(len(held) for held in rank_groups)):
             present: list[ParamGroup] = [held[index] for held in rank_groups if index < len(held)]
@@ -130,13 +158,11 @@ class OptimizerInfo:
                     raise CheckpointError(msg)
             groups.append(ParamGroup(params=params, options=options))
         scalars: dict[str, dict[str, Any]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for named in rank_shapes:
-            shapes |= named
+        shapes, dtypes = ({name: fact for held in ranks for name, fact in held.items()} for ranks in facts)
         for named in rank_scalars:
             for name, states in named.items():
                 scalars.setdefault(name, {}).update(states)
-        return cls(groups=tuple(groups), scalars=scalars, shapes=shapes)
+        return cls(groups=tuple(groups), scalars=scalars, shapes=shapes, dtypes=dtypes)
 
 
 def _list(values: Any) -> list[Any]:

@@ -142,8 +142,9 @@ def restore_state(
 ) -> dict[str, Any]:
     """Return a parameter's state with room for what a checkpoint holds; tensors are still to be filled.
 
-    Tensors that exist and fit are kept. New ones are made as torch's ``load_state_dict`` makes them: elementwise state
-    like the parameter, a step count on the CPU unless the optimizer wants it on the device.
+    Tensors that exist and fit are kept. New ones are made as torch's ``load_state_dict`` makes them (elementwise state
+    like the parameter, a step count on the CPU unless the optimizer wants it on the device), except that state which
+    was of another type than its parameter stays of that type.
 
     Args:
         parameter: The parameter.
@@ -204,7 +205,7 @@ def _room_for(parameter: Tensor, group: Mapping[str, Any], present: Any, meta: T
         on_device = bool(group.get("capturable") or group.get("fused"))
         return torch.zeros(meta.shape, dtype=meta.dtype, device=parameter.device if on_device else "cpu")
     dtype = meta.dtype
-    if dtype.is_floating_point and parameter.is_floating_point():
+    if dtype.is_floating_point and parameter.is_floating_point() and not meta.keeps_dtype:
         dtype = parameter.dtype
     if is_elementwise:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)

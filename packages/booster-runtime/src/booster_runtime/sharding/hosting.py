@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.state import ListedGroup, TensorMeta, TensorShard, full_box
+from booster_core.state import ListedGroup, TensorShard, full_box
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    from booster_core.state import TensorMeta
 
 State = dict[str, Any]
 """What an optimizer keeps of one parameter."""
@@ -324,4 +326,4 @@ def piece_meta(key: str, meta: TensorMeta, piece: ParameterPiece) -> TensorMeta:
         piece: The piece.
     """
     is_elementwise = key != "step" and meta.shape == tuple(piece.parameter.shape)
-    return TensorMeta(shape=tuple(piece.values.shape), dtype=meta.dtype) if is_elementwise else meta
+    return replace(meta, shape=tuple(piece.values.shape)) if is_elementwise else meta
