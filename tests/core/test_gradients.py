@@ -83,6 +83,7 @@ def test_gradients_of_whole_rows_take_the_faster_kernels(monkeypatch):
 def test_clipping_equals_torchs(max_norm, norm_type):
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(shape, generator=generator) for shape in [(3, 4), (7,), ()]]
+    given.append(torch.randn(5, dtype=torch.complex64, generator=generator))
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in given]
     for parameter, gradient in zip(parameters, given, strict=True):
         parameter.grad = gradient.clone()

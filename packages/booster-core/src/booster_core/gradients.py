@@ -70,6 +70,7 @@ def global_norm(
     Collective: every rank of ``groups``, also a rank that has no gradients; none when ``groups`` is empty.
     """
     present = [gradient.detach() for gradient in gradients if gradient.numel()]
+    present = [gradient.abs() if gradient.is_complex() else gradient for gradient in present]
     if device is None:
         device = present[0].device if present else torch.device("cpu")
     if dtype is None:
