@@ -6,7 +6,7 @@ raise, and so does what torch can't do on shards, with the way that works. Every
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from booster_core.errors import ConfigError
 from booster_core.ranks import NamedCall
 from booster_runtime.memory import values_of
+from booster_runtime.sharding import taken_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -36,6 +37,7 @@ class ShardedTensor(DTensor):
         unreduced: What of the model has gradients that are not reduced yet.
         on_drop: Called when a parameter's gradient is set to ``None`` while there is such.
         on_absent: Called when a parameter's gradient is read, and there is none here; raises where it is among those.
+        kind: The class that a parameter had in the user's model.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001 - as in torch's class
@@ -44,6 +46,7 @@ class ShardedTensor(DTensor):
     unreduced: Collection[Any] = ()
     on_drop: Callable[[], None]
     on_absent: Callable[[], None]
+    kind: type
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out the operation
@@ -161,16 +164,24 @@ def watch_gradients(parameter: Tensor, function: Any) -> None:
     parameter.requires_grad_(is_trained)
 
 
-def sharded_parameter(parameter: DTensor, writes: list[int]) -> nn.Parameter:
+def sharded_parameter(parameter: DTensor, before: nn.Parameter, writes: list[int]) -> nn.Parameter:
     """Return a parameter over the rows of one that ``fully_shard`` has made.
 
     Args:
         parameter: torch's parameter.
+        before: The user's, whose attributes it gets.
         writes: Counts writes of scripts in its only element, for all parameters of a model.
     """
     made = _over(parameter.detach())
-    made.writes = writes
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+    sharded: Any = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    sharded.__dict__.update(before.__dict__)
+    sharded.writes, sharded.kind = writes, type(before)
+    return cast("nn.Parameter", sharded)
+
+
+def shown_for(parameter: Any, values: Tensor) -> nn.Parameter:
+    """Return what an optimizer is shown in place of a parameter: a plain one with its class and attributes."""
+    return taken_for(nn.Parameter(values, requires_grad=parameter.requires_grad), parameter, parameter.kind)
 
 
 def _over(values: Any) -> ShardedTensor:

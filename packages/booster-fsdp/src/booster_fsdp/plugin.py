@@ -177,7 +177,7 @@ class TorchFSDPPlugin(Strategy):
                 context.precision,
                 offload=self.config.cpu_offload,
             )
-        writes = replace_parameters(model, units.values())
+        writes = replace_parameters(model, units.values(), before)
         for method in methods:
             register_fsdp_forward_method(model, method)
         mark_as_local(model)

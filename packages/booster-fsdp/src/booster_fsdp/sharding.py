@@ -210,19 +210,23 @@ def shard_model(
     return units
 
 
-def replace_parameters(model: nn.Module, units: Iterable[FSDPModule]) -> list[int]:
+def replace_parameters(model: nn.Module, units: Iterable[FSDPModule], before: Mapping[nn.Parameter, str]) -> list[int]:
     """Register a `ShardedTensor` in place of each parameter that torch has sharded, over the same memory.
+
+    Args:
+        model: The user's model, sharded.
+        units: What `shard_model` returned.
+        before: The names of the user's parameters.
 
     Returns:
         Counts writes of scripts in its only element.
     """
     writes = [0]
-    made: dict[int, nn.Parameter] = {}
+    found = ((model.get_parameter(path), own) for own, path in before.items())
+    made = {id(each): sharded_parameter(each, own, writes) for each, own in found if isinstance(each, DTensor)}
     for module in model.modules():
         for name, parameter in module._parameters.items():  # noqa: SLF001 - without those of modules inside
             if isinstance(parameter, DTensor):
-                if id(parameter) not in made:
-                    made[id(parameter)] = sharded_parameter(parameter, writes)
                 module._parameters[name] = made[id(parameter)]  # noqa: SLF001
     take_parameters(units)
     return writes

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from booster_fsdp.parameters import GRADIENT
+from booster_fsdp.parameters import GRADIENT, shown_for
 from booster_runtime.sharding import dtensor_of, is_cut, local_of, sharded_like, step_cost
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class Views:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.of: dict[Any, nn.Parameter] = {}
-        self._rows: dict[Any, Any] = {}  # the views of rows, which say as `shown` whose memory they have
+        self._rows: dict[Any, Any] = {}  # the views of rows
+        self._memory: dict[Any, Tensor] = {}  # whose memory these have
         self._lists: list[dict[str, Any]] | None = None  # of each group, without the views
         self._known: dict[int, DTensor] = {}  # those from before, by the ids of their local values
 
@@ -58,8 +59,8 @@ class Views:
             self.of[parameter] = parameter
             return
         rows = local_of(parameter)
-        self.of[parameter] = self._rows[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
-        self._rows[parameter].shown = parameter._local_tensor  # noqa: SLF001 - `rows` is detached from it
+        self.of[parameter] = self._rows[parameter] = shown_for(parameter, rows)
+        self._memory[parameter] = parameter._local_tensor  # noqa: SLF001 - `rows` is detached from it
         state = self._optimizer.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and is_cut(key, value, parameter.shape):
@@ -92,8 +93,8 @@ class Views:
         """Let the views of rows have the current memory of the rows and their gradients."""
         for parameter, view in self._rows.items():
             rows, gradient = parameter._local_tensor, GRADIENT.__get__(parameter)  # noqa: SLF001 - `_local`, a call less
-            if rows is not view.shown:
-                view.data = view.shown = rows
+            if rows is not self._memory[parameter]:
+                view.data = self._memory[parameter] = rows
             view.grad = None if gradient is None else gradient._local_tensor  # noqa: SLF001 - as above
 
     def drop_gradients(self) -> None:
@@ -196,7 +197,7 @@ class WholeParameters:
                 self.wholes[parameter] = parameter
             elif self._owner[parameter] == ranks.shard_rank:
                 values = _without_memory(parameter)
-                self.wholes[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                self.wholes[parameter] = shown_for(parameter, values)
             else:
                 self.wholes[parameter] = None
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_runtime.collectives import all_gather_object, all_reduce
-from booster_runtime.sharding import control_device, is_by_matrix, is_cut, update_cost
+from booster_runtime.sharding import control_device, is_by_matrix, is_cut, taken_for, update_cost
 from booster_zero.engine import assign_owners, only
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class GatheredMatrices:
         """
         values = shares.bring({index: part.values.detach() for index, part in enumerate(parts)})
         gradients = shares.bring({index: _gradient(part.values) for index, part in enumerate(parts)})
-        wholes = {index: nn.Parameter(whole) for index, whole in values.items()}
+        wholes = {index: taken_for(nn.Parameter(whole), parts[index].values) for index, whole in values.items()}
         state = self._optimizer.state
         cut: dict[str, dict[int, Tensor]] = defaultdict(dict)
         for index, part in enumerate(parts):

@@ -42,6 +42,7 @@ from booster_runtime.sharding.hosting import (
     numbers_of_group,
     piece_meta,
     piece_shard,
+    taken_for,
     whole_shard,
 )
 from booster_runtime.sharding.layers import (
@@ -118,6 +119,7 @@ __all__ = [
     "sharded_like",
     "sharding_groups",
     "step_cost",
+    "taken_for",
     "update_cost",
     "watch_gradient_hooks",
     "whole_shard",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import ListedGroup, TensorShard, full_box
@@ -19,7 +20,7 @@ from booster_core.state import ListedGroup, TensorShard, full_box
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from booster_core.state import TensorMeta
@@ -50,6 +51,29 @@ class ParameterPiece:
     def is_whole(self) -> bool:
         """Whether the piece is all of the parameter."""
         return self.stop - self.start == self.parameter.numel()
+
+
+_STAND_INS = ("booster_runtime.", "booster_hybrid.")
+"""Where classes are that parameters have for a time, or in a model that is split."""
+
+
+def taken_for(shown: nn.Parameter, parameter: nn.Parameter, kind: type | None = None) -> nn.Parameter:
+    """Let an optimizer take what it is shown for one of the model's parameters, and return that.
+
+    Optimizers may ask for a parameter's class or attributes in their step: manifolds of Riemannian optimization, or
+    factors of the learning rate that a script has set (``weight.lr_mul = 5.0``).
+
+    Args:
+        shown: What the optimizer steps on; it gets the parameter's class, and shares its attributes from now on.
+        parameter: The model's parameter.
+        kind: The class, where it is not that of the parameter.
+    """
+    if kind is None:
+        kind = next(each for each in type(parameter).__mro__ if not each.__module__.startswith(_STAND_INS))
+    if issubclass(kind, nn.Parameter):  # else a tensor of another class, whose attributes are its values
+        shown.__class__ = kind
+        shown.__dict__ = parameter.__dict__
+    return shown
 
 
 class HostedOptimizer:

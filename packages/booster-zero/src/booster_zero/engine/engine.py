@@ -187,8 +187,8 @@ class ShardedEngine:
         for index, parameter in by_index.items():
             if not parameter.is_floating_point():
                 msg = (
-                    f"Parameter '{self.names[index]}' is of {parameter.dtype}; only floating parameters can be sharded. "
-                    "Keep the `torch.view_as_real` of a complex one, or use plugin='ddp'."
+                    f"Parameter '{self.names[index]}' is of {parameter.dtype}; only floating parameters can be "
+                    "sharded. Keep the `torch.view_as_real` of a complex one, or use plugin='ddp'."
                 )
                 raise ConfigError(msg)
         self.layout.add_missing({**self._trained, **by_index}, self._format_of)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_runtime.sharding import ParameterPiece, is_cut
+from booster_runtime.sharding import ParameterPiece, is_cut, taken_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +100,8 @@ def cut_pieces(
             part = values[begin : begin + owned[1] - owned[0]]
             if part.numel() == slot.numel:
                 part = part.view(parameter.shape)
-            yield BucketPiece(slot.index, parameter, *owned, nn.Parameter(part, part.is_floating_point()), begin)
+            shown = taken_for(nn.Parameter(part, part.is_floating_point()), parameter)
+            yield BucketPiece(slot.index, parameter, *owned, shown, begin)
 
 
 ALIGNMENT = 16
