@@ -1,6 +1,7 @@
 """Parameters that only some ranks use, under accumulation in bf16: gradients of one unit in several dtypes."""
 
 import contextlib
+from functools import partial
 
 import torch
 from cases import Case, Setting, noise
@@ -54,10 +55,12 @@ def unstepped(model):
     lambda formats: Setting(TorchFSDPPlugin, FORMATS[formats]),
 )
 def test_gradients_equal_one_process(run, loop):
+    def loss_of(branches, x, rank):
+        return run.model(x, branches[rank]).float().square().mean()
+
     for step in range(2):
         for number, (branches, reduces) in enumerate(LOOPS[loop]):
-            loss_of = lambda x, rank, chosen=branches: run.model(x, chosen[rank]).float().square().mean()  # noqa: E731
             with contextlib.nullcontext() if reduces else run.no_sync():
-                run.backward(run.mean(2 * step + number, loss_of))
+                run.backward(run.mean(2 * step + number, partial(loss_of, branches)))
         assert all(gradient.dtype == torch.float32 for gradient in run.gradients().values())
         run.step()

@@ -150,18 +150,18 @@ def test_the_device_keeps_working_values_alone(precision, working, simulated_dev
 
 @on_devices(2)
 def test_a_bucket_goes_back_while_the_next_one_is_stepped(simulated_device):
-    for options in ({"offload": "cpu"}, {}):
+    def order_of_events(options):
         run = boost(options)
         step(*run)
-        events = []
-        gather, stepped = collectives.all_gather, run[2].optim.step
-        run[2].optim.step = lambda *args, events=events, call=stepped: events.append("step") or call(*args)
-        gathering = lambda *args, events=events, call=gather: events.append("gather") or call(*args)  # noqa: E731
-        with mock.patch.object(collectives, "all_gather", gathering):
+        events, gather, stepped = [], collectives.all_gather, run[2].optim.step
+        run[2].optim.step = lambda *args: events.append("step") or stepped(*args)
+        with mock.patch.object(collectives, "all_gather", lambda *args: events.append("gather") or gather(*args)):
             step(*run)
-        num_buckets = len(run[2].layout.buckets)
-        assert num_buckets > 2
-        assert events == (["step", "gather"] * num_buckets if options else ["step"] + ["gather"] * num_buckets)
+        assert len(run[2].layout.buckets) == DEPTH // 2
+        return events
+
+    assert order_of_events({"offload": "cpu"}) == ["step", "gather"] * (DEPTH // 2)
+    assert order_of_events({}) == ["step"] + ["gather"] * (DEPTH // 2)
 
 
 ROWS = 512
