@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("tests")
 
 _SLOW_SECONDS = 3600
 """Time limit of a slow test; pytest.ini has that of the others."""
-_OF_RANKS = ("on_ranks", "open_ranks", "run_on_devices", "Conformance", "scripts.run")
+_OF_RANKS = ("on_ranks", "open_ranks", "on_devices", "same_loop", "Conformance", "scripts.run")
 """What is in files whose tests run on ranks."""
 _STARTED_FIRST = {"ranks_with_isolated_libraries": "isolated libraries", "scripts.run": "scripts"}
 """What is in files whose tests need a process that imports for seconds. One test process runs all of them."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, itself, train_boosted
+from ranked import on_ranks
 from torch.distributed.tensor import DTensor
 
 from booster_core import Booster
@@ -14,7 +15,6 @@ from booster_core.errors import ConfigError
 from booster_fsdp import FSDPConfig, TorchFSDPPlugin
 from booster_fsdp.units import choose_units
 from booster_runtime import collectives
-from booster_testing import expect_on_ranks, run_on_ranks
 
 VOCABULARY = 2048
 """Large enough for an embedding of 32 columns to be a unit."""
@@ -52,7 +52,7 @@ def test_training_equals_one_process(tied, options, num_ranks):
     assert_equals_one_process(case, Setting(TorchFSDPPlugin, options, num_ranks))
 
 
-def gathered_over_a_step(tied):
+def gathered_over_a_step(*, tied):
     """Return the sizes of gathers, and which ends are gathered in each layer's passes."""
     booster = Booster("cpu", plugin=TorchFSDPPlugin())
     net = make(tied=tied)
@@ -71,34 +71,37 @@ def gathered_over_a_step(tied):
     return [call.args[0].numel() for call in gathers.call_args_list], seen
 
 
+@on_ranks(2)
 def test_embedding_and_head_are_gathered_once_and_only_while_they_are_used():
-    for sizes, seen in run_on_ranks(gathered_over_a_step, 2, False):
-        assert sizes.count(VOCABULARY * 32) == 2, "the embedding and the head, once each"
-        assert seen == {f"{when} {layer}": [] for when in ("forward", "backward") for layer in range(2)}
+    sizes, seen = gathered_over_a_step(tied=False)
+    assert sizes.count(VOCABULARY * 32) == 2, "the embedding and the head, once each"
+    assert seen == {f"{when} {layer}": [] for when in ("forward", "backward") for layer in range(2)}
 
 
+@on_ranks(2)
 def test_tied_ends_are_gathered_with_the_model():
-    for _, seen in run_on_ranks(gathered_over_a_step, 2, True):
-        assert set(map(tuple, seen.values())) == {("embedding", "head")}
+    _, seen = gathered_over_a_step(tied=True)
+    assert set(map(tuple, seen.values())) == {("embedding", "head")}
 
 
-class WithLossOfHead(torch.nn.Module):
-    """Computes the loss from the head's weight, as fused losses do."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = make()
-
-    get_input_embeddings = property(lambda self: self.net.get_input_embeddings)
-    get_output_embeddings = property(lambda self: self.net.get_output_embeddings)
-
-    def forward(self, input_ids):
-        hidden = self.net.model(input_ids).last_hidden_state
-        logits = hidden @ self.net.lm_head.weight.T
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
-
-
+@on_ranks(2)
 def test_a_head_whose_weight_is_used_by_itself_raises_with_what_trains_it():
+    class WithLossOfHead(torch.nn.Module):
+        """Computes the loss from the head's weight, as fused losses do."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = make()
+
+        get_input_embeddings = property(lambda self: self.net.get_input_embeddings)
+        get_output_embeddings = property(lambda self: self.net.get_output_embeddings)
+
+        def forward(self, input_ids):
+            hidden = self.net.model(input_ids).last_hidden_state
+            logits = hidden @ self.net.lm_head.weight.T
+            return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+
     case = Case(build=WithLossOfHead, batch=batch, loss=itself, steps=1)
-    expect_on_ranks(ConfigError, "unit_classes", train_boosted, 2, case, Setting(TorchFSDPPlugin))
+    with pytest.raises(ConfigError, match="unit_classes"):
+        train_boosted(case, Setting(TorchFSDPPlugin))
     assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_classes": ["LlamaDecoderLayer"]}))

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -15,7 +15,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_fsdp import TorchFSDPPlugin
-from booster_testing import expect_on_ranks
 
 
 class Block(nn.Linear):
@@ -38,28 +37,19 @@ REMOVED = {
 }
 
 
-@contextlib.contextmanager
-def without(kind, name):
-    with mock.patch.object(kind, name):
-        delattr(kind, name)
-        yield
-
-
-def boost_without(name):
-    """Boost under a torch that has another name for something, and can't finalize a backward itself."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(without(*REMOVED[name]))
-        if hasattr(FSDPModule, "finalize_backward"):
-            stack.enter_context(without(FSDPModule, "finalize_backward"))
-        boosted()
-
-
 @pytest.mark.parametrize("name", REMOVED)
+@on_ranks(2)
 def test_torch_that_lacks_something_is_refused(name):
     match = (
         rf"does not know the FSDP of torch {torch.__version__[:4]}.*its `{REMOVED[name][0].__name__}` has no `{name}`"
     )
-    expect_on_ranks(ConfigError, match, boost_without, 2, name)
+    with contextlib.ExitStack() as stack:
+        for kind, attribute in (REMOVED[name], (FSDPModule, "finalize_backward")):  # which needs no private names
+            if hasattr(kind, attribute):
+                stack.enter_context(mock.patch.object(kind, attribute))
+                delattr(kind, attribute)
+        with pytest.raises(ConfigError, match=match):
+            boosted()
 
 
 @raises_on_ranks(GradientError, "has not reduced.*Call the boosted model itself", 2)

@@ -1,64 +1,57 @@
 """Effects of the FSDP plugin's options: when and over which ranks parameters are gathered, and what is replicated."""
 
 import itertools
-from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, noise
-from driven_runs import assert_same_loop
+from driven_runs import same_loop
 from matrix import matrix, named
+from ranked import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from booster_core import Booster
 from booster_fsdp import TorchFSDPPlugin
 from booster_runtime import collectives
-from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP
 
 WIDTHS = (4, 8, 12, 16, 20, 24)
 """Divisible by two and four ranks."""
 
 
-def make_layers():
-    """Return layers of different sizes, so that the size of a gather identifies its layer."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in itertools.pairwise(WIDTHS)))
-
-
-def events_of_a_step(options):
+def events_of_a_step(**options):
     """Return gathers, forwards and reductions by layer in the order of a step, and the ranks of each gather."""
     booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_classes=["Linear"], **options))
-    net = make_layers()
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in itertools.pairwise(WIDTHS)))
+    # The size of a gather identifies its layer.
     layer_of = {parameter.numel(): index for index, parameter in enumerate(net.parameters())}
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     events, sizes = [], []
     for index, layer in enumerate(net):
         layer.register_forward_hook(lambda *_, index=index: events.append(("forward", index)))
-    originals = collectives.all_gather, collectives.reduce_scatter
+    gather, reduce = collectives.all_gather, collectives.reduce_scatter
 
     def gathering(tensor, bounds, group, **options):
         events.append(("gather", layer_of[tensor.numel()]))
         sizes.append(dist.get_world_size(group))
-        return originals[0](tensor, bounds, group, **options)
+        return gather(tensor, bounds, group, **options)
 
     def reducing(tensor, *args, **kwargs):
         events.append(("reduce", layer_of[tensor.numel()]))
-        return originals[1](tensor, *args, **kwargs)
+        return reduce(tensor, *args, **kwargs)
 
     for _ in range(2):
         events.clear()
         sizes.clear()
-        collectives.all_gather, collectives.reduce_scatter = gathering, reducing
-        try:
+        with mock.patch.multiple(collectives, all_gather=gathering, reduce_scatter=reducing):
             booster.backward(model(torch.ones(2, WIDTHS[0])).square().mean(), optimizer)
-        finally:
-            collectives.all_gather, collectives.reduce_scatter = originals
         optimizer.step()
         optimizer.zero_grad()
-    return list(events), list(sizes)
+    return events, sizes
 
 
 def ahead(events, what):
@@ -74,44 +67,44 @@ def ahead(events, what):
     return [found[layer] for layer in range(5)]
 
 
+@on_ranks(2)
 def test_each_layer_is_gathered_twice_by_default():
-    for events, sizes in run_on_ranks(events_of_a_step, 2, {}):
-        gathered = [layer for kind, layer in events if kind == "gather"]
-        assert sorted(gathered) == sorted([*range(5)] * 2)
-        assert [layer for kind, layer in events if kind == "reduce"] == [4, 3, 2, 1, 0]
-        assert set(sizes) == {2}
-        assert ahead(events, "forward") == [1, 2, 3, 4, 5]
+    events, sizes = events_of_a_step()
+    gathered = [layer for kind, layer in events if kind == "gather"]
+    assert sorted(gathered) == sorted([*range(5)] * 2)
+    assert [layer for kind, layer in events if kind == "reduce"] == [4, 3, 2, 1, 0]
+    assert set(sizes) == {2}
+    assert ahead(events, "forward") == [1, 2, 3, 4, 5]
 
 
+@on_ranks(2)
 def test_layers_are_gathered_once_without_reshard_after_forward():
-    for events, _ in run_on_ranks(events_of_a_step, 2, {"reshard_after_forward": False}):
-        assert [layer for kind, layer in events if kind == "gather"] == [*range(5)]
+    events, _ = events_of_a_step(reshard_after_forward=False)
+    assert [layer for kind, layer in events if kind == "gather"] == [*range(5)]
 
 
+@on_ranks(4)
 def test_reshard_to_a_number_of_ranks_gathers_over_these_in_backward():
-    for _, sizes in run_on_ranks(events_of_a_step, 4, {"reshard_after_forward": 2}):
-        assert sizes[:5] == [4] * 5
-        assert set(sizes[5:]) == {2}
+    _, sizes = events_of_a_step(reshard_after_forward=2)
+    assert sizes[:5] == [4] * 5
+    assert set(sizes[5:]) == {2}
 
 
+@on_ranks(2)
 def test_forward_prefetch():
-    for events, _ in run_on_ranks(events_of_a_step, 2, {"forward_prefetch": 2}):
-        assert ahead(events, "forward") == [3, 4, 5, 5, 5]
+    events, _ = events_of_a_step(forward_prefetch=2)
+    assert ahead(events, "forward") == [3, 4, 5, 5, 5]
 
 
+@on_ranks(2)
 def test_backward_prefetch():
-    plain = run_on_ranks(events_of_a_step, 2, {})[0][0]
-    for events, _ in run_on_ranks(events_of_a_step, 2, {"backward_prefetch": 3}):
-        further = [a - b for a, b in zip(ahead(events, "reduce"), ahead(plain, "reduce"), strict=True)]
-        assert further[4] == 2, "torch gathers one layer ahead by itself"
-        assert min(further) >= 0
+    (plain, _), (events, _) = events_of_a_step(), events_of_a_step(backward_prefetch=3)
+    further = [a - b for a, b in zip(ahead(events, "reduce"), ahead(plain, "reduce"), strict=True)]
+    assert further[4] == 2, "torch gathers one layer ahead by itself"
+    assert min(further) >= 0
 
 
 # ---- replicated parameters and buffers
-
-
-def replicated(_booster, model, _optimizer):
-    return sorted(n for n, p in model.unwrap().named_parameters() if not isinstance(p, DTensor))
 
 
 @pytest.mark.parametrize(
@@ -122,25 +115,27 @@ def replicated(_booster, model, _optimizer):
         ({"ignored_parameters": ["first.weight"]}, ["first.weight"]),
     ],
 )
+@on_ranks(2)
 def test_ignored_parameters_are_replicated_and_averaged(options, expected):
+    def replicated(_booster, model, _optimizer):
+        return sorted(name for name, each in model.unwrap().named_parameters() if not isinstance(each, DTensor))
+
     case = Case(build=TinyMLP, batch=noise(4, 8))
     assert assert_equals_one_process(case, Setting(TorchFSDPPlugin, options), tell=replicated) == [expected] * 2
 
 
-def running_means(options):
-    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
+@pytest.mark.parametrize("is_sent", [True, False])
+@on_ranks(2)
+def test_broadcast_buffers_broadcasts_running_statistics(is_sent):
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(broadcast_buffers=is_sent))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     booster.backward(model(torch.randn(8, 4) + dist.get_rank()).square().mean(), optimizer)
     optimizer.step()
-    return net[1].running_mean.clone()
-
-
-@pytest.mark.parametrize("is_sent", [True, False])
-def test_broadcast_buffers_broadcasts_running_statistics(is_sent):
-    first, second = run_on_ranks(running_means, 2, {"broadcast_buffers": is_sent})
-    assert torch.equal(first, second) == is_sent
+    means = [torch.empty(4), torch.empty(4)]
+    dist.all_gather(means, net[1].running_mean)
+    assert torch.equal(*means) == is_sent
 
 
 # ---- layers that are gathered ahead and left out
@@ -160,14 +155,6 @@ class Skipping(nn.Module):
         return x
 
 
-def leaves_out_before_a_step(run, evaluates, skipped):
-    for step in range(4):
-        run.backward(run.loss(step))
-        with torch.set_grad_enabled(not evaluates):
-            run.loss(step, skipped=skipped)
-        run.step()
-
-
 @matrix(
     1,
     2,
@@ -175,7 +162,13 @@ def leaves_out_before_a_step(run, evaluates, skipped):
     options=named([{}, {"forward_prefetch": 2}], ["default", "two ahead"]),
     evaluates=named([True, False], ["without gradients", "without backward"]),
 )
-def test_layers_that_were_gathered_ahead_and_left_out_have_the_values_of_the_next_step(options, evaluates, skipped):
-    loop = partial(leaves_out_before_a_step, evaluates=evaluates, skipped=skipped)
-    setting = Setting(TorchFSDPPlugin, {"unit_classes": ["Linear"], **options})
-    assert_same_loop(loop, Case(build=Skipping, batch=noise(2, 6)), setting)
+@same_loop(
+    Case(build=Skipping, batch=noise(2, 6)),
+    lambda options: Setting(TorchFSDPPlugin, {"unit_classes": ["Linear"], **options}),
+)
+def test_layers_that_were_gathered_ahead_and_left_out_have_the_values_of_the_next_step(run, evaluates, skipped):
+    for step in range(4):
+        run.backward(run.loss(step))
+        with torch.set_grad_enabled(not evaluates):
+            run.loss(step, skipped=skipped)
+        run.step()

@@ -14,7 +14,6 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_fsdp import TorchFSDPPlugin
-from booster_testing import run_on_ranks
 
 
 def boosted(model):
@@ -33,7 +32,9 @@ NUMBERS = {
 }
 
 
-def read_numbers(of):
+@pytest.mark.parametrize("of", ["parameter", "gradient"])
+@on_ranks(2)
+def test_numbers_are_those_of_the_whole_tensor(of):
     torch.manual_seed(0)
     whole = nn.Linear(6, 5)
     torch.manual_seed(0)
@@ -45,14 +46,8 @@ def read_numbers(of):
     if of == "gradient":
         assert tensors[1].grad is ours
         one.mul_(0.5), ours.mul_(0.5)
-    return {name: (read(ours), read(one)) for name, read in NUMBERS.items()}
-
-
-@pytest.mark.parametrize("of", ["parameter", "gradient"])
-def test_numbers_are_those_of_the_whole_tensor(of):
-    for found in run_on_ranks(read_numbers, 2, of):
-        for name, (ours, one) in found.items():
-            assert ours == pytest.approx(one), name
+    for name, read in NUMBERS.items():
+        assert read(ours) == pytest.approx(read(one)), name
 
 
 def assign(parameter, index, values):
@@ -94,20 +89,18 @@ def test_what_would_be_lost_raises_and_works_on_whole_parameters(name):
     assert torch.equal(model.get_parameter("weight").full_tensor(), whole.weight)
 
 
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.ones(4, 4))
-
-    def forward(self, data):
-        return self.encode(data)
-
-    def encode(self, data):
-        return data @ self.table
-
-
 @on_ranks(2)
 def test_parts_run_on_whole_parameters():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(4, 4))
+
+        def encode(self, data):
+            return data @ self.table
+
+        forward = encode
+
     model = boosted(nn.Sequential(Encoder()))
     with pytest.raises(ConfigError, match="forward_methods"):
         model.unwrap()[0].encode(torch.ones(2, 4))
@@ -184,15 +177,12 @@ def test_gradients_from_outside_of_units_equal_one_process(loop, options):
     assert_same_loop(loop, Case(build=Sided, batch=noise(4, 6)), Setting(TorchFSDPPlugin, options))
 
 
-def seeded_pair():
-    torch.manual_seed(0)
-    model = Sided()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 @on_ranks(2)
 def test_gradients_of_whole_values_from_before_a_step_raise():
-    model, optimizer, *_ = Booster("cpu", plugin=TorchFSDPPlugin()).boost(*seeded_pair())
+    torch.manual_seed(0)
+    net = Sided()
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with model.whole_parameters():
         added = sum(parameter.square().sum() for parameter in model.parameters())
     model(torch.ones(2, 6)).sum().backward()

@@ -66,39 +66,30 @@ def plainly(kind, steps):
 FULL = of_torch.StateDictOptions(full_state_dict=True)
 
 
-def whole_states(options, kind):
+@pytest.mark.parametrize(
+    ("options", "kind"), [("one unit", "adamw"), ("units", "momentum"), ("replicated too", "fused"), ("units", "rprop")]
+)
+@on_ranks(2)
+def test_whole_states_equal_one_process(options, kind):
     _, model, optimizer = boost(options, kind)
     train_boosted(model, optimizer, range(2))
     with torch.no_grad():
         model(torch.zeros(1, 6, dtype=torch.long))
+    plain, plain_optimizer = plainly(kind, range(2))
+    parameters = of_torch.get_model_state_dict(model, options=FULL)
+    assert_same_tensors(parameters, of_torch.get_model_state_dict(plain), tolerance_for(torch.float32))
     sharded = of_torch.get_optimizer_state_dict(model, optimizer)
-    kinds = {
-        name: {key for key, value in state.items() if isinstance(value, DTensor)}
-        for name, state in sharded["state"].items()
-    }
     whole = of_torch.get_optimizer_state_dict(model, optimizer, options=FULL)
-    return kinds, whole, of_torch.get_model_state_dict(model, options=FULL)
-
-
-@pytest.mark.parametrize(
-    ("options", "kind"), [("one unit", "adamw"), ("units", "momentum"), ("replicated too", "fused"), ("units", "rprop")]
-)
-def test_whole_states_equal_one_process(options, kind):
-    model, optimizer = plainly(kind, range(2))
-    expected = of_torch.get_optimizer_state_dict(model, optimizer)
-    for kinds, whole, parameters in run_on_ranks(whole_states, 2, options, kind):
-        assert_same_tensors(parameters, of_torch.get_model_state_dict(model), tolerance_for(torch.float32))
-        assert [group["params"] for group in whole["param_groups"]] == [
-            group["params"] for group in expected["param_groups"]
-        ]
-        assert whole["state"].keys() == expected["state"].keys()
-        for name, state in expected["state"].items():
-            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-            assert_same_tensors(
-                {key: whole["state"][name][key] for key in tensors}, tensors, tolerance_for(torch.float32)
-            )
-            is_replicated = options == "replicated too" and name == "norm.weight"
-            assert kinds[name] == (set() if is_replicated else {key for key in tensors if key != "step"})
+    expected = of_torch.get_optimizer_state_dict(plain, plain_optimizer)
+    listed, expected_listed = ([group["params"] for group in each["param_groups"]] for each in (whole, expected))
+    assert listed == expected_listed
+    assert whole["state"].keys() == expected["state"].keys()
+    for name, state in expected["state"].items():
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        assert_same_tensors({key: whole["state"][name][key] for key in tensors}, tensors, tolerance_for(torch.float32))
+        is_replicated = options == "replicated too" and name == "norm.weight"
+        in_shards = {key for key, value in sharded["state"][name].items() if isinstance(value, DTensor)}
+        assert in_shards == (set() if is_replicated else {key for key in tensors if key != "step"})
 
 
 def saves(options, kind, folder):
@@ -128,21 +119,17 @@ def test_torch_s_checkpoint_goes_on_at_another_world_size(options, kind, tmp_pat
         assert_same_tensors(parameters, expected.state_dict(), tolerance_for(torch.float32))
 
 
-def takes_states_of_one_process(kind):
-    booster, model, optimizer = boost("units", kind)
-    plain, plain_optimizer = plainly(kind, range(2))
+@on_ranks(2)
+def test_whole_states_of_one_process_load():
+    booster, model, optimizer = boost("units", "adamw")
+    plain, plain_optimizer = plainly("adamw", range(2))
     of_torch.set_model_state_dict(model, of_torch.get_model_state_dict(plain), options=FULL)
     of_torch.set_optimizer_state_dict(
         model, optimizer, of_torch.get_optimizer_state_dict(plain, plain_optimizer), options=FULL
     )
     train_boosted(model, optimizer, range(2, 4))
-    return whole_model(booster, model)
-
-
-def test_whole_states_of_one_process_load():
     expected, _ = plainly("adamw", range(4))
-    for parameters in run_on_ranks(takes_states_of_one_process, 2, "adamw"):
-        assert_same_tensors(parameters, expected.state_dict(), tolerance_for(torch.float32))
+    assert_same_tensors(whole_model(booster, model), expected.state_dict(), tolerance_for(torch.float32))
 
 
 # ---- the optimizer's own groups and state

@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
-from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
 BF16 = torch.bfloat16
@@ -83,17 +82,6 @@ def make():
     return Net()
 
 
-def by_hand(options):
-    net = make()
-    inner = dict(options)
-    if "mp_policy" in options:  # outputs are those of the model
-        inner["mp_policy"] = dataclasses.replace(options["mp_policy"], output_dtype=None)
-    fully_shard(net.first, **inner)
-    fully_shard(net.last, **inner)
-    fully_shard(net, **options)
-    return outcome(net, net, lambda loss: loss.backward(), torch.optim.AdamW(net.parameters(), lr=0.1))
-
-
 def boosted(**options):
     net = make()
     booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_classes=["Linear"], **options))
@@ -101,23 +89,28 @@ def boosted(**options):
     return *outcome(net, model, lambda loss: booster.backward(loss, optimizer), optimizer), booster.describe()
 
 
-def both(name):
-    of_torch, of_plugin = CASES[name]
-    return boosted(**of_plugin), by_hand(of_torch)
-
-
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
 def test_step_equals_fully_shard_by_hand(name):
-    for (gradients, values, found, described), (expected_gradients, expected, by_torch) in run_on_ranks(both, 2, name):
-        assert found == by_torch
-        # Both compute the same; sums of narrow dtypes may be in another order.
-        tolerance = tolerance_for(BF16 if "bf16" in name else torch.float32)
-        assert_same_tensors(gradients, expected_gradients, tolerance)
-        assert_same_tensors(values, expected, tolerance)
-        if CASES[name][0].get("mp_policy") == FP32_OUTPUT:
-            assert found[:3] == (torch.float32, BF16, {torch.float32})
-            assert WITHOUT_AUTOCAST in described
-            assert "reduction  gradients are sent in fp32" in described
+    of_torch, of_plugin = CASES[name]
+    gradients, values, found, described = boosted(**of_plugin)
+    net, inner = make(), dict(of_torch)
+    if "mp_policy" in inner:  # outputs are those of the model
+        inner["mp_policy"] = dataclasses.replace(inner["mp_policy"], output_dtype=None)
+    fully_shard(net.first, **inner)
+    fully_shard(net.last, **inner)
+    fully_shard(net, **of_torch)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    expected_gradients, expected, by_torch = outcome(net, net, lambda loss: loss.backward(), optimizer)
+    assert found == by_torch
+    # Both compute the same; sums of narrow dtypes may be in another order.
+    tolerance = tolerance_for(BF16 if "bf16" in name else torch.float32)
+    assert_same_tensors(gradients, expected_gradients, tolerance)
+    assert_same_tensors(values, expected, tolerance)
+    if of_torch.get("mp_policy") == FP32_OUTPUT:
+        assert found[:3] == (torch.float32, BF16, {torch.float32})
+        assert WITHOUT_AUTOCAST in described
+        assert "reduction  gradients are sent in fp32" in described
 
 
 @on_ranks(2)
@@ -143,16 +136,14 @@ def test_fp16_without_autocast_scales_the_loss():
 # ---- whole parameters of other placements
 
 
-def matrices():
-    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False))
-
-
-def muon(model):
-    return torch.optim.Muon(model.parameters(), lr=0.1)
-
-
+@on_ranks(2)
 def test_optimizer_of_whole_parameters_steps_columns():
-    case = Case(build=matrices, batch=noise(4, 8), optimizer=muon, max_norm=None)
+    case = Case(
+        build=lambda: nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False)),
+        batch=noise(4, 8),
+        optimizer=lambda model: torch.optim.Muon(model.parameters(), lr=0.1),
+        max_norm=None,
+    )
     assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"shard_placement_fn": last_dimension}))
 
 

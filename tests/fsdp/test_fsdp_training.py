@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, noise, zoo_case
-from driven_runs import assert_same_loop
+from driven_runs import assert_same_loop, same_loop
 from matrix import matrix
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
-from booster_testing import expect_on_ranks
 from booster_testing.compare import Tolerance, tolerance_for
 from booster_testing.models import TinyMixedBag, TinyMLP
 from booster_testing.training import whole_model
@@ -47,23 +46,17 @@ def net():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def checkpointed(run, batch, use_reentrant):
-    return checkpoint(run.model, batch.requires_grad_(), use_reentrant=use_reentrant)
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saves_tensors", "runs_backward_inside"])
+@same_loop(Case(build=net, batch=noise(4, 8)), Setting(TorchFSDPPlugin, {"unit_classes": ("Linear",)}))
+def test_a_checkpoint_of_the_whole_model(run, use_reentrant):
+    def loss_of(batch, _):
+        return checkpoint(run.model, batch.requires_grad_(), use_reentrant=use_reentrant).square().mean()
 
-
-def recomputes(run, use_reentrant):
     for step in range(3):
-        run.backward(run.mean(step, lambda batch, _: checkpointed(run, batch, use_reentrant).square().mean()))
+        run.backward(run.mean(step, loss_of))
         with torch.no_grad():
             run.loss(step)
         run.step()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saves_tensors", "runs_backward_inside"])
-def test_a_checkpoint_of_the_whole_model(use_reentrant):
-    case = Case(build=net, batch=noise(4, 8), max_norm=None)
-    loop = partial(recomputes, use_reentrant=use_reentrant)
-    assert_same_loop(loop, case, Setting(TorchFSDPPlugin, {"unit_classes": ("Linear",)}))
 
 
 # ---- mixed dtypes, and parameters that torch's FSDP can't shard
@@ -104,43 +97,38 @@ def test_gradients_of_a_unit_that_was_frozen_at_boost_keep_their_precision(dtype
     assert_same_loop(thaws, case, Setting(TorchFSDPPlugin, {"unit_min_numel": 1}, precision=precision))
 
 
-class WithEmpty(nn.Module):
-    """A layer, and a parameter without rows that forward uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-        self.rows = nn.Parameter(torch.empty(0, 8))
-
-    def forward(self, x):
-        return torch.cat([self.inner(x), x @ self.rows.t()], dim=1)
-
-
+@on_ranks(2)
 def test_empty_parameter_equals_one_process():
+    class WithEmpty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.rows = nn.Parameter(torch.empty(0, 8))
+
+        def forward(self, x):
+            return torch.cat([self.inner(x), x @ self.rows.t()], dim=1)
+
     assert_equals_one_process(Case(build=WithEmpty, batch=noise(4, 8)), Setting(TorchFSDPPlugin))
 
 
-class Inplace(nn.Module):
-    """Changes the output of a unit in place, a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.outer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = self.inner(x)
-        x += 1.0
-        return self.outer(x)
-
-
-def after_a_change(outputs, _batch):
-    outputs *= 1.0
-    return outputs.square().mean()
-
-
+@on_ranks(2)
 def test_in_place_operation_on_the_output_of_a_unit_keeps_its_gradient():
-    case = Case(build=Inplace, batch=noise(2, 3, 4), loss=after_a_change, steps=1)
+    class Inplace(nn.Sequential):
+        """Changes the output of a unit in place, a view."""
+
+        def forward(self, x):
+            x = self[0](x)
+            x += 1.0
+            return self[1](x)
+
+    def after_a_change(outputs, _batch):
+        outputs *= 1.0
+        return outputs.square().mean()
+
+    def build():
+        return Inplace(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    case = Case(build=build, batch=noise(2, 3, 4), loss=after_a_change, steps=1)
     assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_classes": ["Linear"]}))
 
 
@@ -152,18 +140,17 @@ OPTIMIZERS = {
 }
 
 
-def few_rows():
-    widths = [6, 2, 3, 1, 1, 4, 5]  # one matrix has one element
-    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths)))
-
-
-def optimizer_named(name, model):
-    return OPTIMIZERS[name](model.parameters(), lr=0.05)
-
-
 @matrix(["adafactor", "rprop"], name=list(OPTIMIZERS))
+@on_ranks(4)
 def test_matrices_with_fewer_rows_than_ranks_equal_one_process(name, tmp_path):
-    case = Case(build=few_rows, batch=noise(2, 6), optimizer=partial(optimizer_named, name), max_norm=None)
+    def few_rows():
+        widths = [6, 2, 3, 1, 1, 4, 5]  # one matrix has one element
+        return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths)))
+
+    def optimizer_over(model):
+        return OPTIMIZERS[name](model.parameters(), lr=0.05)
+
+    case = Case(build=few_rows, batch=noise(2, 6), optimizer=optimizer_over, max_norm=None)
     assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_min_numel": 4}, 4), checkpoint=tmp_path)
 
 
@@ -188,10 +175,6 @@ def test_max_norm_clips_each_step():
 # ---- user errors
 
 
-def boost(options):
-    Booster("cpu", plugin=TorchFSDPPlugin(**options)).boost(TinyMixedBag())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -208,24 +191,17 @@ def boost(options):
         ({"forward_methods": ["encode"]}, "`forward_methods` names 'encode', which TinyMixedBag does not have"),
     ],
 )
+@on_ranks(2)
 def test_invalid_option_raises_on_every_rank(options, message):
-    expect_on_ranks(ConfigError, message, boost, 2, options)
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
+    with pytest.raises(ConfigError, match=message):
+        booster.boost(TinyMixedBag())
 
 
 @raises_on_ranks(ConfigError, "LBFGS can't be sharded", 2)
 def test_optimizer_over_all_parameters_as_one_vector_raises():
     model = TinyMLP()
     Booster("cpu", plugin=TorchFSDPPlugin()).boost(model, torch.optim.LBFGS(model.parameters()))
-
-
-def boost_with(change):
-    model = nn.Sequential(nn.Embedding(10, 8, sparse=change == "sparse"), nn.Linear(8, 8))
-    if change == "hook":
-        model[1].weight.register_hook(lambda gradient: 3 * gradient)
-    elif change == "accumulate hook":
-        model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    booster = Booster("cpu", plugin=TorchFSDPPlugin())
-    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 HOOKS = "Parameter '1.weight' has hooks on its gradient, which FSDP drops"
@@ -235,5 +211,13 @@ HOOKS = "Parameter '1.weight' has hooks on its gradient, which FSDP drops"
     ("change", "match"),
     [("hook", HOOKS), ("accumulate hook", HOOKS), ("sparse", "The gradients of '0' are sparse.*sparse=False")],
 )
+@on_ranks(2)
 def test_boost_refuses(change, match):
-    expect_on_ranks(ConfigError, match, boost_with, 2, change)
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=change == "sparse"), nn.Linear(8, 8))
+    if change == "hook":
+        model[1].weight.register_hook(lambda gradient: 3 * gradient)
+    elif change == "accumulate hook":
+        model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    with pytest.raises(ConfigError, match=match):
+        booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))

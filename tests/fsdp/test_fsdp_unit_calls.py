@@ -5,13 +5,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin, collectives
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 
 
 class Skipping(nn.Module):
@@ -53,8 +53,9 @@ def test_different_units_raise_in_the_step():
         train(8, True, 2)
 
 
+@on_ranks(2)
 def test_a_unit_that_all_ranks_skip_trains():
-    run_on_ranks(train, 2, 8, False, 2)
+    train(8, False, 2)
 
 
 @pytest.mark.parametrize("names", [["0.weight"], ["0.weight", "0.bias"]], ids=["of a unit", "a whole unit"])

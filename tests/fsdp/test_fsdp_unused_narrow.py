@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from cases import Case, Setting, noise
-from driven_runs import assert_same_loop
+from driven_runs import same_loop
 from matrix import matrix
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -45,24 +45,22 @@ FORMATS = {
 }
 
 
-def loss_of(model, branches, x, rank):
-    return model(x, branches[rank]).float().square().mean()
-
-
-def accumulates(run, backwards):
-    for step in range(2):
-        for number, (branches, reduces) in enumerate(backwards):
-            with contextlib.nullcontext() if reduces else run.no_sync():
-                run.backward(run.mean(2 * step + number, partial(loss_of, run.model, branches)))
-        assert all(gradient.dtype == torch.float32 for gradient in run.gradients().values())
-        run.step()
-
-
 def unstepped(model):
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 @matrix(1, loop=LOOPS, formats=FORMATS)
-def test_gradients_equal_one_process(loop, formats):
-    case = Case(build=Forked, batch=noise(4, 6), optimizer=unstepped, tolerance=tolerance_for(BF16))
-    assert_same_loop(partial(accumulates, backwards=LOOPS[loop]), case, Setting(TorchFSDPPlugin, FORMATS[formats]))
+@same_loop(
+    Case(build=Forked, batch=noise(4, 6), optimizer=unstepped, tolerance=tolerance_for(BF16)),
+    lambda formats: Setting(TorchFSDPPlugin, FORMATS[formats]),
+)
+def test_gradients_equal_one_process(run, loop):
+    def loss_of(branches, x, rank):
+        return run.model(x, branches[rank]).float().square().mean()
+
+    for step in range(2):
+        for number, (branches, reduces) in enumerate(LOOPS[loop]):
+            with contextlib.nullcontext() if reduces else run.no_sync():
+                run.backward(run.mean(2 * step + number, partial(loss_of, branches)))
+        assert all(gradient.dtype == torch.float32 for gradient in run.gradients().values())
+        run.step()

@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -90,26 +91,15 @@ def test_later_steps_use_again_what_the_first_has_taken(budget, monkeypatch):
     assert ring.held_bytes == 2 * BYTES + 100
 
 
-class Copy:
-    """The event of a copy."""
-
-    is_done = False
-
-    def query(self):
-        return self.is_done
-
-    def synchronize(self):
-        self.is_done = True
-
-
 def test_two_buffers_are_copied_from_at_once_and_a_third_use_waits_for_the_first():
-    ring, copies, addresses = Ring(torch.device("cpu")), [Copy() for _ in range(3)], []
+    ring, copies, addresses = Ring(torch.device("cpu")), [mock.Mock() for _ in range(3)], []
     for copy in copies:
+        copy.query.return_value = False
         buffer = ring.take(BYTES)
         addresses.append(buffer.data_ptr())
         ring.give(buffer, BYTES, copy)
         del buffer
-    assert [copy.is_done for copy in copies] == [True, False, False]
+    assert [copy.synchronize.called for copy in copies] == [True, False, False]
     assert addresses[0] == addresses[2] != addresses[1]
 
 

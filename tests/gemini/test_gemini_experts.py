@@ -3,12 +3,14 @@
 import contextlib
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, itself, train_boosted
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +18,6 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.ranks import observed_by
 from booster_gemini import GeminiPlugin
-from booster_testing import expect_on_ranks, run_on_ranks
 
 WIDTH, EXPERTS = 16, 4
 
@@ -110,40 +111,30 @@ def test_experts_may_be_recomputed_and_prefetched(how):
     assert_parity(how, leaf_modules=[Mixture], max_prefetch=3)
 
 
-class Calls:
-    """An observer that keeps which collectives this rank calls, of how many bytes."""
-
-    def __init__(self):
-        self.seen = []
-
-    def during(self, call):
-        if call.payload_bytes:
-            self.seen.append((call.name, call.payload_bytes))
-        return contextlib.nullcontext()
-
-
-def collectives_of_a_training():
-    calls = Calls()
-    with observed_by(calls):
-        train_boosted(CASE, Setting(GeminiPlugin, {"min_chunk_bytes": 1024, "leaf_modules": [Mixture]}))
-    return calls.seen
-
-
+@on_ranks(2)
 def test_ranks_that_use_other_experts_make_the_same_collectives():
     """A backend that runs them in order needs them to be equal."""
-    first, second = run_on_ranks(collectives_of_a_training, 2)
-    assert first == second != []
+    seen, by_rank = [], [None, None]
+
+    def during(call):
+        if call.payload_bytes:
+            seen.append((call.name, call.payload_bytes))
+        return contextlib.nullcontext()
+
+    with observed_by(SimpleNamespace(during=during)):
+        train_boosted(CASE, Setting(GeminiPlugin, {"min_chunk_bytes": 1024, "leaf_modules": [Mixture]}))
+    dist.all_gather_object(by_rank, seen)
+    assert by_rank[0] == by_rank[1] != []
 
 
-def refuses(leaves):
-    Booster(plugin=GeminiPlugin(leaf_modules=leaves)).boost(Net("plain"))
-
-
+@on_ranks(2)
 def test_a_leaf_that_is_not_there_raises_on_every_rank():
     match = r"`leaf_modules` lists 'Mixtures', and the model has no such module\..*classes: .*Mixture"
-    expect_on_ranks(ConfigError, match, refuses, 2, ["Mixtures"])
+    with pytest.raises(ConfigError, match=match):
+        Booster(plugin=GeminiPlugin(leaf_modules=["Mixtures"])).boost(Net("plain"))
     match = r"`leaf_modules` lists the class `Conv2d`, and the model has no such module"
-    expect_on_ranks(ConfigError, match, refuses, 2, [nn.Conv2d])
+    with pytest.raises(ConfigError, match=match):
+        Booster(plugin=GeminiPlugin(leaf_modules=[nn.Conv2d])).boost(Net("plain"))
 
 
 @pytest.mark.parametrize("leaves", ["Mixture", Mixture, [3], [int]])

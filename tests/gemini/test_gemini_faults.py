@@ -4,7 +4,6 @@ import contextlib
 import errno
 import gc
 import os
-import re
 import resource
 import time
 from pathlib import Path
@@ -15,12 +14,12 @@ import torch
 import torch.distributed as dist
 from matrix import matrix
 from patience import unhindered_seconds
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 
 from booster_core import Booster
 from booster_core.errors import BudgetError, OffloadError
 from booster_gemini import GeminiPlugin
-from booster_testing import run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.models import tiny_llama
 
 DISK = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}
@@ -50,52 +49,33 @@ def step(booster, model, optimizer, number=0, max_norm=None):
     return loss.item(), norm
 
 
-@contextlib.contextmanager
-def full_disk(offset):
-    """Let no file of this process grow beyond so many bytes after the start of the chunks' file."""
+def steps(run, numbers):
+    return [step(*run, number) for number in numbers]
+
+
+@on_ranks(2)
+def test_a_full_disk_loses_nothing_and_the_step_can_be_saved(tmp_path):
+    full, loaded, undisturbed = boost(str(tmp_path), **DISK), boost(None), boost(None)
+    booster, model, optimizer = full
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (offset, hard))
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (model.gatherer.memory.store._end + 30_000, hard))
     try:
-        yield
+        # States are made in the first step, and found no room for.
+        with pytest.raises(OffloadError, match=r"needs \d+ more bytes, and .*Nothing is lost"):
+            step(*full)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def run_into_a_full_disk(folder, bad_rank, saved):
-    """Fill the disk of one rank at the first step; save what there is, and go on."""
-    booster, model, optimizer = boost(folder, **DISK)
-    store = model.gatherer.memory.store
-    limit = store._end + 30_000 if dist.get_rank() == bad_rank else resource.RLIM_INFINITY
-    # States are made in the first step, and found no room for.
-    with full_disk(limit), pytest.raises(OffloadError, match=r"needs \d+ more bytes, and .*Nothing is lost"):
-        step(booster, model, optimizer)
-    booster.save_model(model, f"{saved}/model", shard=True)
-    booster.save_optimizer(optimizer, f"{saved}/optimizer", shard=True)
-    losses = [step(booster, model, optimizer, number) for number in (1, 2)]
-    return losses, model.state_dict()
-
-
-def run_from(saved, is_loaded):
-    booster, model, optimizer = boost(None)
-    if is_loaded:
-        booster.load_model(model, f"{saved}/model")
-        booster.load_optimizer(optimizer, f"{saved}/optimizer")
-    else:
-        step(booster, model, optimizer)
-    losses = [step(booster, model, optimizer, number) for number in (1, 2)]
-    return losses, model.state_dict()
-
-
-def test_a_full_disk_loses_nothing_and_the_step_can_be_saved(tmp_path):
-    folder, saved = tmp_path / "disk", tmp_path / "saved"
-    folder.mkdir()
-    went_on = run_on_ranks(run_into_a_full_disk, 2, str(folder), 1, str(saved))
-    loaded = run_on_ranks(run_from, 2, str(saved), True)
-    undisturbed = run_on_ranks(run_from, 2, str(saved), False)
-    for runs in (went_on, loaded):
-        for (losses, state), (expected_losses, expected) in zip(runs, undisturbed, strict=True):
-            assert losses == expected_losses
-            assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    booster.save_model(model, tmp_path / "model", shard=True)
+    booster.save_optimizer(optimizer, tmp_path / "optimizer", shard=True)
+    booster, model, optimizer = loaded
+    booster.load_model(model, tmp_path / "model")
+    booster.load_optimizer(optimizer, tmp_path / "optimizer")
+    step(*undisturbed)
+    expected = steps(undisturbed, (1, 2))
+    for run in (full, loaded):
+        assert steps(run, (1, 2)) == expected
+        assert_same_tensors(run[1].state_dict(), undisturbed[1].state_dict(), EXACT)
 
 
 @raises_on_ranks(OffloadError, r"needs \d+ more bytes", 2)
@@ -107,32 +87,16 @@ def test_a_disk_that_is_full_at_boost_is_told_on_every_rank(tmp_path):
         boost(folder, **DISK)
 
 
-def losses_of(folder, options):
-    run = boost(folder, **options)
-    return [step(*run, number) for number in range(3)]
-
-
-def steps(run, most):
-    for number in range(most):
-        step(*run, number)
-
-
-def least_budget(folder):
-    run = boost(folder, placement_policy="auto", memory_budget_bytes=12_000, min_chunk_bytes=512)
-    with pytest.raises(BudgetError, match=r"is too small: .* needs \d+ bytes at once") as caught:
-        steps(run, 4)
-    return caught.value.least_bytes, str(caught.value)
-
-
+@on_ranks(2)
 def test_a_budget_that_is_too_small_names_the_least_that_does(tmp_path):
-    told = run_on_ranks(least_budget, 2, str(tmp_path))
-    least = max(bytes_ for bytes_, _ in told)
-    assert all(
-        re.search(r"`memory_budget_bytes=12000` is too small: (model\.\S+|lm_head|backward|step) ", message)
-        for _, message in told
-    )
-    options = {"placement_policy": "auto", "memory_budget_bytes": least, "min_chunk_bytes": 512}
-    assert run_on_ranks(losses_of, 2, str(tmp_path), options) == run_on_ranks(losses_of, 2, None, {})
+    run = boost(str(tmp_path), placement_policy="auto", memory_budget_bytes=12_000, min_chunk_bytes=512)
+    match = r"`memory_budget_bytes=12000` is too small: (model\.\S+|lm_head|backward|step) .*needs \d+ bytes at once"
+    with pytest.raises(BudgetError, match=match) as caught:
+        steps(run, range(4))
+    least = torch.tensor(caught.value.least_bytes)
+    dist.all_reduce(least, dist.ReduceOp.MAX)
+    enough = {"placement_policy": "auto", "memory_budget_bytes": int(least), "min_chunk_bytes": 512}
+    assert steps(boost(str(tmp_path), **enough), range(3)) == steps(boost(None), range(3))
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "num_hidden_layers": 3}
@@ -154,48 +118,46 @@ def clipped_steps(folder, precision, budget, min_chunk_bytes=40_000):
 
 
 @matrix(["None-1"], precision=[None, "bf16"], world_size=[1, 2])
+@on_ranks("world_size")
 def test_a_third_of_the_state_is_enough(precision, world_size, tmp_path):
     budget = state_of_all_ranks(16 if precision is None else 18) // 3 // world_size
-    still = run_on_ranks(clipped_steps, world_size, None, precision, None)
-    moved = run_on_ranks(clipped_steps, world_size, str(tmp_path), precision, budget)  # in chunks as small as it asks
-    for (seen, state, peak), (expected_seen, expected, _) in zip(moved, still, strict=True):
-        assert peak <= budget
-        assert seen == expected_seen
-        assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
+    expected_seen, expected, _ = clipped_steps(None, precision, None)
+    seen, state, peak = clipped_steps(str(tmp_path), precision, budget)  # in chunks as small as it asks
+    assert peak <= budget
+    assert seen == expected_seen
+    assert_same_tensors(state, expected, EXACT)
 
 
+@on_ranks(2)
 def test_chunks_are_as_small_as_a_small_budget_asks(tmp_path):
     budget = state_of_all_ranks(18) // 3 // 2
-    for seen, _, peak in run_on_ranks(clipped_steps, 2, str(tmp_path), "bf16", budget, 16 * 2**20):
-        assert seen[-1][0] < seen[0][0]
-        assert peak <= budget
+    seen, _, peak = clipped_steps(str(tmp_path), "bf16", budget, 16 * 2**20)
+    assert seen[-1][0] < seen[0][0]
+    assert peak <= budget
 
 
-def descriptors_after(folder):
-    """Return how many files of a folder are open after models came and went, closed or not."""
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are listed on Linux")
+@on_ranks(2)
+def test_files_go_with_their_model(tmp_path):
+    folder = str(tmp_path)
 
-    def count():
+    def num_open():
         links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
         return sum(link.startswith(folder) for link in links)
 
     run = boost(folder, **DISK)
-    during = count()
+    assert num_open() == 1
     step(*run)
     run[1].gatherer.memory.close()
-    closed = count()
+    assert num_open() == 0
     gc.disable()  # references alone have to let go of them
     try:
         run = boost(folder, **DISK)
         step(*run)
         del run
         end = unhindered_seconds() + 10
-        while (left := count()) and unhindered_seconds() < end:  # the disk's threads end a write first
+        while num_open() and unhindered_seconds() < end:  # the disk's threads end a write first
             time.sleep(0.01)
-        return during, closed, left
+        assert num_open() == 0
     finally:
         gc.enable()
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are listed on Linux")
-def test_files_go_with_their_model(tmp_path):
-    assert run_on_ranks(descriptors_after, 2, str(tmp_path)) == [(1, 0, 0)] * 2

@@ -1,5 +1,6 @@
 """Chunks between a device and its host: equal bits at every placement, what the device holds, and what is moved."""
 
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -7,7 +8,7 @@ import simulated_device as sim
 import torch
 import torch.distributed as dist
 from matrix import matrix
-from simulated_device import run_on_devices
+from simulated_device import on_devices
 from torch import nn
 
 from booster_core import Booster
@@ -56,22 +57,19 @@ def with_folder(options, folder):
     return {**options, "offload_dir": str(folder)} if options.get("offload_dir") else options
 
 
-def trained(options, precision):
-    booster, model, optimizer = boost(options, precision)
-    # Clipped on their way or not, gradients come to the optimizer without their loss scale.
-    norms = [step(booster, model, optimizer, number, micro_batches=2, clips=number in (1, 2)) for number in range(4)]
-    state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
-    return norms, state
-
-
 @matrix(1, place=PLACES, precision=["fp32", "bf16", "fp16"], size=[1, 2])
+@on_devices("size")
 def test_bits_do_not_depend_on_the_placement(place, precision, size, simulated_device, tmp_path):
-    expected = run_on_devices(trained, size, simulated_device, {}, precision)
-    actual = run_on_devices(trained, size, simulated_device, with_folder(PLACES[place], tmp_path), precision)
-    for (norms, state), (plain_norms, plain) in zip(actual, expected, strict=True):
-        # Taken where gradients are: on the host, rows are summed up in fp32.
-        assert norms == pytest.approx(plain_norms, rel=2 * torch.finfo(torch.float32).eps)
-        assert all(torch.equal(state[key], value) for key, value in plain.items())
+    def trained(options):
+        run = boost(options, precision)
+        # Clipped on their way or not, gradients come to the optimizer without their loss scale.
+        norms = [step(*run, number, micro_batches=2, clips=number in (1, 2)) for number in range(4)]
+        return norms, {key: value.cpu().clone() for key, value in run[1].state_dict().items()}
+
+    (plain_norms, plain), (norms, state) = trained({}), trained(with_folder(PLACES[place], tmp_path))
+    # Taken where gradients are: on the host, rows are summed up in fp32.
+    assert norms == pytest.approx(plain_norms, rel=2 * torch.finfo(torch.float32).eps)
+    assert all(torch.equal(state[key], value) for key, value in plain.items())
 
 
 def stepped_twice(options):
@@ -86,8 +84,8 @@ def stepped_twice(options):
     return {key: value.cpu().clone() for key, value in model.state_dict().items()}
 
 
-def waits_of_two_steps():
-    """Return in which order values are sent, and are free to be changed, and the optimizer steps."""
+@on_devices(1)
+def test_values_that_are_on_their_way_are_not_stepped_on(simulated_device):
     events, write = [], ChunkMemory.write
     booster, model, optimizer = boost({"offload_optim_frac": 1.0})
     step(booster, model, optimizer)
@@ -102,18 +100,10 @@ def waits_of_two_steps():
         return Pending([pending], lambda: events.append(f"free {number}"))
 
     optimizer.optim.step = lambda *args: events.append("step") or stepped(*args)
-    ChunkMemory.write = noted
-    try:
+    with mock.patch.object(ChunkMemory, "write", noted):
         booster.backward(model(torch.randn(4, WIDTH).to(booster.device)).square().mean(), optimizer)
         optimizer.step()
         optimizer.step()
-    finally:
-        ChunkMemory.write = write
-    return events
-
-
-def test_values_that_are_on_their_way_are_not_stepped_on(simulated_device):
-    (events,) = run_on_devices(waits_of_two_steps, 1, simulated_device)
     first = [event for event in events if event in ("step", "sent")][: 2 * DEPTH]
     assert first == ["step", "sent"] * DEPTH, "one layer after the other"
     second = events[2 * DEPTH :]
@@ -142,47 +132,30 @@ def trained_by_adafactor(options):
         (trained_by_adafactor, "all on the host", 1e-6),
     ],
 )
+@on_devices(1)
 def test_steps_on_the_host_are_those_on_the_device(function, place, rtol, simulated_device):
-    (expected,) = run_on_devices(function, 1, simulated_device, {})
-    (found,) = run_on_devices(function, 1, simulated_device, PLACES[place])
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=0.1 * rtol)
+    torch.testing.assert_close(function(PLACES[place]), function({}), rtol=rtol, atol=0.1 * rtol)
 
 
-def peak(options, limit):
-    """Return what the device holds at most in later steps, beyond what was there before, under a limit or without."""
-    before = torch.simulated.memory_allocated()
-    most = torch.iinfo(torch.int64).max // 2 if limit is None else before + limit
-    with sim.memory_limit(most):
-        booster, model, optimizer = boost(options)
-        for number in range(2):
-            step(booster, model, optimizer, number)
-        torch.simulated.reset_peak_memory_stats()
-        for number in range(2, 4):
-            step(booster, model, optimizer, number)
-        return torch.simulated.max_memory_allocated() - before
-
-
-def two_steps():
-    run = boost({})
-    for number in range(2):
-        step(*run, number)
-
-
-def out_of_memory(limit):
-    with sim.memory_limit(torch.simulated.memory_allocated() + limit):  # noqa: SIM117 - the limit ends after the check
-        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate"):
-            two_steps()
-
-
+@on_devices(1)
 def test_a_budget_trains_where_the_device_has_no_room_for_everything(simulated_device):
     budget = 12 * LAYER_BYTES
     limit = budget + 8 * LAYER_BYTES  # and activations, gradients before they are reduced, copies of optimizer kernels
-    run_on_devices(out_of_memory, 1, simulated_device, limit)
-    options = {"placement_policy": "auto", "memory_budget_bytes": budget}
-    (found,) = run_on_devices(peak, 1, simulated_device, options, limit)
-    assert found <= limit
-    (everything,) = run_on_devices(peak, 1, simulated_device, {}, None)
-    assert everything >= 4 * DEPTH * LAYER_BYTES
+    before = torch.simulated.memory_allocated()
+
+    def peak(options):
+        run = boost(options)
+        for number in range(4):
+            step(*run, number)
+            if number == 1:
+                torch.simulated.reset_peak_memory_stats()
+        return torch.simulated.max_memory_allocated() - before
+
+    assert peak({}) >= 4 * DEPTH * LAYER_BYTES
+    with sim.memory_limit(before + limit):
+        assert peak({"placement_policy": "auto", "memory_budget_bytes": budget}) <= limit
+        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate"):
+            peak({})
 
 
 def moved(options, precision=None):
@@ -197,83 +170,68 @@ def moved(options, precision=None):
     return places, counted
 
 
-def on_device_after_evaluating(options):
-    """Return the bytes of chunks that the device has after each of several batches without gradients."""
-    run = booster, model, _ = boost(options)
-    found = []
+@pytest.mark.parametrize("place", ["all on the host", "disk beneath"])
+@on_devices(1)
+def test_parameters_leave_the_device_in_evaluation_too(place, simulated_device, tmp_path):
+    run = booster, model, _ = boost(with_folder(PLACES[place], tmp_path))
     step(*run)  # its plan has what `boost` has done in it, too
     for number in (1, 2):
         step(*run, number)
         for _ in range(3):
             with torch.no_grad():
                 model(torch.randn(4, WIDTH).to(booster.device))
-            found.append(model.gatherer.memory.bytes_by_place()["simulated"])
-    return found
+            on_device = model.gatherer.memory.bytes_by_place()["simulated"]
+            assert on_device <= 4 * LAYER_BYTES, "as many as come ahead"
 
 
-@pytest.mark.parametrize("place", ["all on the host", "disk beneath"])
-def test_parameters_leave_the_device_in_evaluation_too(place, simulated_device, tmp_path):
-    options = with_folder(PLACES[place], tmp_path)
-    (found,) = run_on_devices(on_device_after_evaluating, 1, simulated_device, options)
-    assert max(found) <= 4 * LAYER_BYTES, "as many as come ahead"
-
-
+@on_devices(1)
 def test_optimizer_state_on_the_host_is_stepped_there(simulated_device):
     """Gradients go down and new values come up, once; the states of Adam, and a copy of the values, never move."""
-    (places, (to_device, to_host)) = run_on_devices(moved, 1, simulated_device, {"offload_optim_frac": 1.0})[0]
+    places, (to_device, to_host) = moved({"offload_optim_frac": 1.0})
     assert places == {"simulated": 4 * NUMEL, "cpu": 12 * NUMEL}
     assert to_device == pytest.approx(4 * NUMEL, abs=4096)
     assert to_host == pytest.approx(4 * NUMEL, abs=4096), "gradients"
 
 
+@on_devices(1)
 def test_parameters_on_the_host_come_for_each_use(simulated_device):
-    (places, (to_device, to_host)) = run_on_devices(moved, 1, simulated_device, {"offload_param_frac": 1.0})[0]
+    places, (to_device, to_host) = moved({"offload_param_frac": 1.0})
     assert places["cpu"] >= 4 * (NUMEL - 3 * WIDTH * WIDTH)
     assert 4 * NUMEL <= to_device <= 3 * 4 * NUMEL + 4096, "for forward, backward, and the step"
     assert 4 * (NUMEL - 3 * WIDTH * WIDTH) <= to_host <= 4 * NUMEL + 4096, "only what the step has changed"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_devices(1)
 def test_parameters_and_state_on_the_host_are_updated_there(precision, simulated_device):
     """Of parameters nothing goes down, and nothing comes up but for forward and backward."""
-    options = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}
-    (places, (to_device, to_host)) = run_on_devices(moved, 1, simulated_device, options, precision)[0]
+    places, (to_device, to_host) = moved({"offload_param_frac": 1.0, "offload_optim_frac": 1.0}, precision)
     working = 4 if precision == "fp32" else 2
     assert places["cpu"] >= (working + 8) * (NUMEL - 3 * WIDTH * WIDTH)
     assert to_device <= 2 * working * NUMEL + 4096
     assert to_host == pytest.approx(4 * NUMEL, abs=4096), "gradients"
 
 
-def _elements_by_device(precision):
-    booster, model, optimizer = boost({"offload_optim_frac": 0.5}, precision)
-    for number in range(3):
-        step(booster, model, optimizer, number)
-    found = dict.fromkeys(("cpu", "simulated"), 0)
-    for state in optimizer.state.values():
-        found[state["exp_avg"].device.type] += state["exp_avg"].numel()
-    return found
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_devices(1)
 def test_half_of_the_state_is_on_the_host_where_half_was_asked_for(precision, simulated_device):
     """The state grows in the first step, and takes more on the host, where it has a copy of the values."""
-    (found,) = run_on_devices(_elements_by_device, 1, simulated_device, precision)
+    run = boost({"offload_optim_frac": 0.5}, precision)
+    for number in range(3):
+        step(*run, number)
+    found = Counter()
+    for state in run[2].state.values():
+        found[state["exp_avg"].device.type] += state["exp_avg"].numel()
     assert found == {"cpu": NUMEL // 2, "simulated": NUMEL // 2}
 
 
-def pinned(options):
-    """Return how often host memory is pinned in each step."""
-    counts, asked, empty = [], [], torch.empty
-    run = boost(options, "bf16")
-    with mock.patch.object(torch, "empty", lambda *a, **k: asked.append(k.get("pin_memory")) or empty(*a, **k)):
-        for number in range(4):
-            asked.clear()
-            step(*run, number, micro_batches=2)
-            counts.append(asked.count(True))
-    return counts
-
-
 @pytest.mark.parametrize("pins", [True, False])
+@on_devices(1)
 def test_copies_are_page_locked_only_where_that_is_asked_for_and_in_a_ring(pins, simulated_device):
-    (first, *_, last) = run_on_devices(pinned, 1, simulated_device, {"offload_optim_frac": 1.0, "pin_memory": pins})[0]
-    assert (bool(first), last) == (pins, 0)
+    counts = []
+    run = boost({"offload_optim_frac": 1.0, "pin_memory": pins}, "bf16")
+    for number in range(4):
+        with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
+            step(*run, number, micro_batches=2)
+        counts.append(sum(call.kwargs.get("pin_memory") is True for call in empty.call_args_list))
+    assert (counts[0] > 0, counts[-1]) == (pins, 0)

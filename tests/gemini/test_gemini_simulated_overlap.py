@@ -9,7 +9,7 @@ import simulated_device as sim
 import torch
 from host_waits import OFFLOADED, waits_in_passes
 from matrix import matrix
-from simulated_device import Rates, run_on_devices
+from simulated_device import Rates, on_devices
 from torch import nn
 
 from booster_core import Booster
@@ -68,10 +68,9 @@ def timed(options, rates):
     return sim.times(), passes
 
 
-def share_hidden(options, simulated_device, *, whole_step):
+def share_hidden(options, *, whole_step):
     """Return the share of the time of copies in which something is computed: what an endless link would not save."""
-    (real,) = run_on_devices(timed, 1, simulated_device, options, RATES)
-    (endless,) = run_on_devices(timed, 1, simulated_device, options, replace(RATES, link_bytes=math.inf))
+    real, endless = timed(options, RATES), timed(options, replace(RATES, link_bytes=math.inf))
     (seconds, copying), (least, _) = (each[0 if whole_step else 1] for each in (real, endless))
     assert copying >= DEPTH / 2, "something is moved"
     return 1 - (seconds - least) / copying
@@ -89,23 +88,26 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@on_devices(1)
 def test_copies_are_hidden_behind_forward_and_backward(way, simulated_device):
     """Parameters are loaded and gradients offloaded while the device computes."""
-    assert share_hidden(WAYS[way], simulated_device, whole_step=False) >= 0.8
+    assert share_hidden(WAYS[way], whole_step=False) >= 0.8
 
 
 @pytest.mark.parametrize("way", ["state", "half of the state", "all", "half of all"])
+@on_devices(1)
 def test_copies_of_a_whole_step_are_hidden(way, simulated_device):
     """Also those of new values, behind the host's own steps and the next forward."""
-    assert share_hidden(WAYS[way], simulated_device, whole_step=True) >= 0.8
+    assert share_hidden(WAYS[way], whole_step=True) >= 0.8
 
 
+@on_devices(1)
 def test_a_step_loads_parameters_while_it_evicts_others(simulated_device):
     """Also where every second chunk stays: a copy up does not wait for the one down of the chunk before."""
-    assert share_hidden(WAYS["half of the parameters"], simulated_device, whole_step=True) >= 0.7
+    assert share_hidden(WAYS["half of the parameters"], whole_step=True) >= 0.7
 
 
 @matrix(["gemini, all-2", "gemini, half of the state-1", "gemini, auto-1"], name=OFFLOADED, size=[1, 2])
+@on_devices("size")
 def test_the_host_waits_for_no_copy_in_forward_and_backward(name, size, simulated_device):
-    found = run_on_devices(waits_in_passes, size, simulated_device, OFFLOADED[name], "simulated")
-    assert found == [[]] * size
+    assert waits_in_passes(OFFLOADED[name], "simulated") == []

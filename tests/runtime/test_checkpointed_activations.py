@@ -46,10 +46,6 @@ def make_stack(**changes):
     return Stack(**changes)
 
 
-def num_calls(model):
-    return [block.num_calls for block in model.blocks]
-
-
 def step(model, x=None):
     torch.manual_seed(11)
     model.zero_grad()
@@ -78,7 +74,7 @@ def test_chosen_modules_run_twice_and_gradients_are_equal(by, every, expected):
         by = list(model.blocks[:2])
     names = enable_activation_checkpointing(model, by, every=every)
     assert_same_tensors(step(model), step(make_stack()), EXACT)
-    assert num_calls(model) == expected
+    assert [block.num_calls for block in model.blocks] == expected
     assert names == [f"blocks.{index}" for index, calls in enumerate(expected) if calls == 2]
 
 
@@ -143,33 +139,6 @@ def test_blocks_inside_of_blocks_are_not_found_by_default():
 # ---- operations that are kept
 
 
-class Counted(TorchDispatchMode):
-    """Counts the calls of operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_calls = Counter()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.num_calls[operation.overloadpacket] += 1
-        return operation(*args, **(kwargs or {}))
-
-
-class Attention(Block):
-    """A block with attention, which drops some of its weights."""
-
-    def __init__(self, attention_dropout=0.0):
-        super().__init__(dropout=0.5)
-        self.attention_dropout = attention_dropout
-
-    def forward(self, x):
-        heads = self.inner(x).view(1, 1, *x.shape)
-        attended = nn.functional.scaled_dot_product_attention(
-            heads, heads, heads, dropout_p=self.attention_dropout if self.training else 0.0
-        )
-        return super().forward(attended.view(x.shape))
-
-
 aten = torch.ops.aten
 
 
@@ -184,20 +153,34 @@ aten = torch.ops.aten
     ],
 )
 def test_what_is_kept_is_computed_once(keep, num_products, num_tanhs):
+    num_calls = Counter()
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            num_calls[operation.overloadpacket] += 1
+            return operation(*args, **(kwargs or {}))
+
     model = make_stack(dropout=0.5)
     enable_activation_checkpointing(model, keep=keep)
-    with Counted() as counted:
+    with Counted():
         gradients = step(model)
     assert_same_tensors(gradients, step(make_stack(dropout=0.5)), EXACT)
-    assert counted.num_calls[aten.addmm] == num_products + 1, "and the head's"
-    assert counted.num_calls[aten.tanh] == num_tanhs
+    assert num_calls[aten.addmm] == num_products + 1, "and the head's"
+    assert num_calls[aten.tanh] == num_tanhs
 
 
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.5])
 def test_attention_that_draws_is_computed_again_and_draws_the_same(attention_dropout):
+    class Attention(Block):
+        def forward(self, x):
+            heads = self.inner(x).view(1, 1, *x.shape)
+            dropped = attention_dropout if self.training else 0.0
+            attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropped)
+            return super().forward(attended.view(x.shape))
+
     def make():
         torch.manual_seed(2)
-        return nn.Sequential(*(Attention(attention_dropout) for _ in range(3)))
+        return nn.Sequential(*(Attention(dropout=0.5) for _ in range(3)))
 
     model = make()
     enable_activation_checkpointing(model, keep="expensive")

@@ -11,24 +11,9 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import GradientError
-from booster_core.plugin import unwrap_model
 from booster_core.ranks import DistCoordinator
 from booster_runtime import check_replicas
 from booster_testing.models import TinyMLP
-
-
-def boost():
-    torch.manual_seed(0)
-    model = TinyMLP()
-    booster = Booster(plugin=ReferencePlugin())
-    boosted = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    return booster, boosted.model, boosted.optimizer
-
-
-def step(booster, model, optimizer):
-    booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -42,19 +27,27 @@ def step(booster, model, optimizer):
 @on_ranks(2)
 def test_a_drift_is_named_on_every_rank(what, message):
     """Let the first rank change something after two steps."""
-    booster, model, optimizer = boost()
+    torch.manual_seed(0)
+    net, booster = TinyMLP(), Booster(plugin=ReferencePlugin())
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+
+    def step():
+        booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
     for _ in range(2):
-        step(booster, model, optimizer)
+        step()
         check_replicas(booster, model)
     if DistCoordinator().rank == 0:
         with torch.no_grad():
             if what == "parameter":
-                unwrap_model(model).second.bias[0] += 1e-6
+                net.second.bias[0] += 1e-6
             elif what == "optimizer":
                 next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] += 1e-6
             else:
                 torch.rand(())
-    step(booster, model, optimizer)
+    step()
     with contextlib.nullcontext() if message is None else pytest.raises(GradientError, match=re.escape(message)):
         check_replicas(booster)
 

@@ -35,7 +35,7 @@ def test_equals_torch(decay, world_size):
     assert torch.equal(inside["seen"], before["seen"])  # a buffer: copied
 
 
-def train_and_save(folder, shard, use_async):
+def train_and_save(folder, use_async):
     run = Run()
     ema = booster_runtime.ema(run.booster, run.model, 0.5)
     for step in range(1, 4):
@@ -43,7 +43,7 @@ def train_and_save(folder, shard, use_async):
             for index, parameter in enumerate(run.model.parameters()):
                 parameter.fill_(index + step / 3)
         ema.update()
-    ema.save(folder, shard=shard, use_async=use_async)
+    ema.save(folder, shard=True, use_async=use_async)
     ema.update()
     run.booster.wait()
 
@@ -51,7 +51,7 @@ def train_and_save(folder, shard, use_async):
 @pytest.mark.parametrize("use_async", [False, True])
 def test_files_do_not_depend_on_the_number_of_ranks(use_async, tmp_path):
     for world_size in (1, 2):
-        run_on_ranks(train_and_save, world_size, str(tmp_path / f"{world_size}"), True, use_async)
+        run_on_ranks(train_and_save, world_size, str(tmp_path / f"{world_size}"), use_async)
     names = sorted(path.name for path in (tmp_path / "1").iterdir())
     assert names == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
     for name in names:
@@ -114,49 +114,36 @@ def test_nothing_changes_inside_of_applied():
             pass
 
 
-def filled_averages(run):
+def save_whole_state(folder, use_async):
+    run = Run()
     ema = booster_runtime.ema(run.booster, run.model, 0.5)
     with torch.no_grad():
         for index, parameter in enumerate(run.model.parameters()):
             parameter.fill_(index + 1.0)
     ema.update()
-    return ema
-
-
-def averages_of(ema):
-    return {shard.name: shard.data.clone() for shard in ema.shards()}
-
-
-def save_whole_state(folder, use_async):
-    run = Run()
-    ema = filled_averages(run)
     run.booster.save_checkpoint(folder, step=1, model=run.model, optimizer=run.optimizer, ema=ema, use_async=use_async)
-    expected = averages_of(ema)
+    expected = {shard.name: shard.data.clone() for shard in ema.shards()}
     ema.update()  # what is saved in the background is what was there before
     run.booster.wait()
     run.booster.save_checkpoint(folder, step=0, model=run.model)
     return {name: tensor for name, tensor in expected.items() if tensor.is_floating_point()}
 
 
-def load_whole_state(folder):
-    run = Run()
-    ema = booster_runtime.ema(run.booster, run.model, 0.5)
-    run.booster.load_checkpoint(folder, step=1, model=run.model, optimizer=run.optimizer, ema=ema)
-    return averages_of(ema), {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-
-
 @pytest.mark.parametrize("use_async", [False, True])
 def test_averages_are_part_of_the_training_state(use_async, tmp_path):
     expected = run_on_ranks(save_whole_state, 2, str(tmp_path), use_async)[0]
-    averages, parameters = run_on_ranks(load_whole_state, 1, str(tmp_path))[0]
+    run = Run()
+    ema = booster_runtime.ema(run.booster, run.model, 0.5)
+    run.booster.load_checkpoint(tmp_path, step=1, model=run.model, optimizer=run.optimizer, ema=ema)
+    averages = {shard.name: shard.data for shard in ema.shards()}
     assert all(torch.equal(averages[name], tensor) for name, tensor in expected.items())
-    assert not torch.equal(parameters["first.weight"], averages["first.weight"])
+    assert not torch.equal(run.model.state_dict()["first.weight"], averages["first.weight"])
     (file,) = (tmp_path / "step-00000001" / "ema").glob("*.safetensors")
     assert torch.equal(load_file(file)["first.weight"], expected["first.weight"])
 
 
 def test_a_state_without_averages_is_not_loaded_with_them(tmp_path):
-    run_on_ranks(save_whole_state, 1, str(tmp_path), False)
+    save_whole_state(tmp_path, use_async=False)
     run = Run()
     with pytest.raises(CheckpointError, match="was saved without 'ema'"):
         run.booster.load_checkpoint(tmp_path, step=0, model=run.model, ema=booster_runtime.ema(run.booster, run.model))

@@ -34,14 +34,10 @@ def test_what_no_module_holds_stays_lazy_and_says_so() -> None:
         torch.ones(8) * held
 
 
-def weighted(_: nn.Module) -> nn.Module:
-    return nn.CrossEntropyLoss(weight=torch.rand(4))
-
-
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_criterion_with_weights_gets_its_values(alone) -> None:
-    _, expected = build(False, weighted)
-    model, criterion = build(True, weighted)
+    _, expected = build(False, lambda _: nn.CrossEntropyLoss(weight=torch.rand(4)))
+    model, criterion = build(True, lambda _: nn.CrossEntropyLoss(weight=torch.rand(4)))
     boosted = Booster().boost(TinyMLP() if alone else model, criterion=criterion)
     assert boosted[2] is criterion
     assert type(criterion.weight) is Tensor

@@ -1,6 +1,7 @@
 """Torch's own collectives, which devices use, give what our messages over gloo give."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,16 +13,12 @@ from booster_runtime import collectives
 from booster_runtime.collectives import transport
 
 
-def values_of(rank, numel):
-    return torch.arange(numel, dtype=torch.float32) * (rank + 1)
-
-
 @pytest.mark.parametrize("bounds", [[0, 4, 8], [0, 3, 8]], ids=["even", "uneven"])
 @on_ranks(2)
 def test_slices_are_summed_gathered_and_exchanged(bounds):
     rank, numel = dist.get_rank(), bounds[-1]
     start, stop = bounds[rank : rank + 2]
-    of_ranks = [values_of(each, numel) for each in range(2)]
+    of_ranks = [torch.arange(numel, dtype=torch.float32) * (each + 1) for each in range(2)]
     for dtype in (torch.float32, torch.float64):
         for adds in (False, True):
             out = torch.ones(stop - start, dtype=dtype)
@@ -38,23 +35,17 @@ def test_slices_are_summed_gathered_and_exchanged(bounds):
     assert torch.equal(received, torch.cat([each[start:stop] for each in of_ranks]))
 
 
-class Sizes:
-    """Writes down names and bytes."""
-
-    def __init__(self):
-        self.seen = []
-
-    def during(self, call):
-        assert call.group is dist.group.WORLD
-        self.seen.append((call.name, call.payload_bytes, call.sent_bytes))
-        return contextlib.nullcontext()
-
-
 @on_ranks(2)
 def test_collectives_are_shown_with_their_sizes():
-    rank, bounds, sizes = dist.get_rank(), [0, 3, 4], Sizes()
+    rank, bounds, seen = dist.get_rank(), [0, 3, 4], []
+
+    def during(call):
+        assert call.group is dist.group.WORLD
+        seen.append((call.name, call.payload_bytes, call.sent_bytes))
+        return contextlib.nullcontext()
+
     source, out = torch.arange(4.0) + rank, torch.zeros(bounds[rank + 1] - bounds[rank])
-    with observed_by(sizes):
+    with observed_by(SimpleNamespace(during=during)):
         for parts in (source, [(0, source[:2]), (2, source[2:])], [(0, source.view(2, 2))]):
             collectives.reduce_scatter(parts, bounds, out).wait()
         collectives.all_gather(source.clone(), bounds).wait()
@@ -69,4 +60,4 @@ def test_collectives_are_shown_with_their_sizes():
     ]  # fmt: skip
     # Each is shown when it starts, and again, without bytes, when it is waited for.
     expected = [shown for call in calls for shown in (call, (call[0], 0, 0))]
-    assert sizes.seen == [*expected, ("all_gather_object", 0, 0)]
+    assert seen == [*expected, ("all_gather_object", 0, 0)]

@@ -10,7 +10,6 @@ from ranked import on_ranks
 from torch.distributed import distributed_c10d
 
 from booster_runtime.collectives import new_groups
-from booster_testing import run_on_ranks
 
 
 def sum_of_ranks(group):
@@ -19,23 +18,20 @@ def sum_of_ranks(group):
     return tensor.item()
 
 
-def along_two_axes():
+@on_ranks(4)
+def test_each_rank_makes_its_own_group_along_each_axis():
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         groups = [new_groups([[0, 1], [2, 3]]), new_groups([[0, 2], [1, 3]]), new_groups([[0], [1], [2], [3]])]
-    names = [group.group_name for group in groups]
+    assert made.call_count == 3
     after = dist.new_group()  # by every rank, as torch asks for
-    return [sum_of_ranks(group) for group in groups], made.call_count, names, after.group_name, sum_of_ranks(after)
-
-
-def test_each_rank_makes_its_own_group_along_each_axis():
-    found = run_on_ranks(along_two_axes, 4)
-    assert [sums for sums, *_ in found] == [[1, 2, 0], [1, 4, 1], [5, 2, 2], [5, 4, 3]]
-    assert [calls for _, calls, *_ in found] == [3] * 4
-    names = [names for _, _, names, *_ in found]
+    sums = [[1, 2, 0], [1, 4, 1], [5, 2, 2], [5, 4, 3]][dist.get_rank()]
+    assert [sum_of_ranks(group) for group in (*groups, after)] == [*sums, 6]
+    names = [None] * 4
+    dist.all_gather_object(names, [group.group_name for group in (*groups, after)])
     assert names[0][0] == names[1][0] != names[2][0] == names[3][0]
     assert names[0][1] == names[2][1] != names[1][1] == names[3][1]
     assert len({of_rank[2] for of_rank in names}) == 4
-    assert {(name, total) for *_, name, total in found} == {(found[0][3], 6)}
+    assert len({of_rank[3] for of_rank in names}) == 1
 
 
 @on_ranks(4)

@@ -23,7 +23,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime import MixedStreams, PackedDocuments, gather_for_metrics
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 
 COUNT = 9
 
@@ -77,7 +77,9 @@ def test_values_that_do_not_fit_one_rank_raise_on_every_rank():
     gather_for_metrics(booster, batch if DistCoordinator().rank == 0 else batch[:1], loader)
 
 
-def deal(make_loader, seeds, epochs=2):
+@matrix(1, make_loader=["shuffled", "buckets"], seeds=["apart", "default", "large"])
+@on_ranks(2)
+def test_each_sample_is_dealt_to_one_rank_under_any_seed(make_loader, seeds):
     rank = DistCoordinator().rank
     if seeds == "apart":
         torch.manual_seed(1000 + rank)
@@ -86,58 +88,45 @@ def deal(make_loader, seeds, epochs=2):
         torch.manual_seed(2**63 - 1)
     else:
         torch.manual_seed(torch.Generator().initial_seed())  # what torch starts with
-    module = nn.Linear(4, 2)
-    booster = Booster("cpu", plugin=ReferencePlugin())
-    loader = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1), None, make_loader()).dataloader
-    return [[sample for batch in loader for sample in batch.tolist()] for _ in range(epochs)]
+    buckets = [[0, 1, 2], [3], [4, 5, 6, 7, 8], list(range(9, 24))]
+    order = {"shuffled": {"batch_size": 4, "shuffle": True}, "buckets": {"batch_sampler": buckets}}[make_loader]
+    plain = DataLoader(range(24), **order)
+    loader = Booster("cpu", plugin=ReferencePlugin()).boost(nn.Linear(4, 2), dataloader=plain).dataloader
+    epochs = [[sample for batch in loader for sample in batch.tolist()] for _ in range(2)]
+    for epoch in epochs:
+        ours, theirs = DistCoordinator().all_gather_object(epoch)
+        assert sorted(ours + theirs) == list(range(24))
+    assert (epochs[0] == epochs[1]) == (make_loader == "buckets")
 
 
-def shuffled():
-    return DataLoader(range(24), batch_size=4, shuffle=True)
-
-
-def buckets():
-    return DataLoader(range(24), batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7, 8], list(range(9, 24))])
-
-
-@matrix(1, make_loader=[shuffled, buckets], seeds=["apart", "default", "large"])
-def test_each_sample_is_dealt_to_one_rank_under_any_seed(make_loader, seeds):
-    ranks = run_on_ranks(deal, 2, make_loader, seeds)
-    for epoch in range(2):
-        assert sorted(sample for rank in ranks for sample in rank[epoch]) == list(range(24))
-    assert (ranks[0][0] == ranks[0][1]) == (make_loader is buckets)
-
-
-class KnowsItsRank(Sampler):
-    """Splits samples by rank itself, without being one of torch's samplers that do."""
-
-    def __iter__(self):
-        return iter(range(DistCoordinator().rank, 24, 2))
-
-    def __len__(self):
-        return 12
-
-
-class BreaksOnOneRank(SequentialSampler):
-    def __iter__(self):
-        if DistCoordinator().rank == 1:
-            msg = "no such file"
-            raise OSError(msg)
-        return super().__iter__()
-
-
-def boost_with(sampler_class):
-    sampler = sampler_class(range(24)) if sampler_class is BreaksOnOneRank else sampler_class()
-    Booster("cpu", plugin=ReferencePlugin()).boost(nn.Linear(2, 2), dataloader=DataLoader(range(24), sampler=sampler))
-
-
+@raises_on_ranks(
+    ConfigError,
+    r"disagree about `order of the data loader's sampler`: .* on rank 0, .* on rank 1.*split between ranks",
+    2,
+)
 def test_orders_that_differ_between_ranks_are_refused_on_every_rank():
-    match = r"disagree about `order of the data loader's sampler`: .* on rank 0, .* on rank 1.*split between ranks"
-    expect_on_ranks(ConfigError, match, boost_with, 2, KnowsItsRank)
+    class KnowsItsRank(Sampler):
+        """Splits samples by rank itself, without being one of torch's samplers that do."""
+
+        def __iter__(self):
+            return iter(range(DistCoordinator().rank, 24, 2))
+
+        def __len__(self):
+            return 12
+
+    boost(DataLoader(range(24), sampler=KnowsItsRank()))
 
 
+@raises_on_ranks(OSError, "no such file", 2)
 def test_a_sampler_that_fails_on_one_rank_fails_on_every_rank():
-    expect_on_ranks(OSError, "no such file", boost_with, 2, BreaksOnOneRank)
+    class BreaksOnOneRank(SequentialSampler):
+        def __iter__(self):
+            if DistCoordinator().rank == 1:
+                msg = "no such file"
+                raise OSError(msg)
+            return super().__iter__()
+
+    boost(DataLoader(range(24), sampler=BreaksOnOneRank(range(24))))
 
 
 class SizedStream(IterableDataset):
@@ -185,24 +174,14 @@ def test_data_sets_of_other_lengths_on_some_ranks_raise_on_every_rank(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
 def test_data_sets_of_one_length_are_split(kind):
-    assert run_on_ranks(boost_over, 2, kind, [13, 13]) == [2 if kind == "sampler" else 4] * 2
-
-
-class LongOrder(SequentialSampler):
-    """Draws many entries, and one more on rank 1."""
-
-    def __len__(self):
-        return 3000 + DistCoordinator().rank
-
-    def __iter__(self):
-        return iter(range(len(self)))
+    assert boost_over(kind, [13, 13]) == (2 if kind == "sampler" else 4)
 
 
 @raises_on_ranks(ConfigError, "length of its sampler`: 3000 on rank 0, 3001 on rank 1", 2)
 def test_samplers_of_other_lengths_on_some_ranks_raise_on_every_rank():
-    loader = DataLoader(range(4000), sampler=LongOrder(range(4000)))
-    Booster("cpu", plugin=ReferencePlugin()).boost(nn.Linear(2, 2), dataloader=loader)
+    boost(DataLoader(range(4000), sampler=range(3000 + DistCoordinator().rank)))
 
 
 class SplitStream(IterableDataset):
@@ -235,12 +214,14 @@ def test_a_data_set_that_tells_that_it_is_split_raises(attribute, how):
 
 
 @pytest.mark.parametrize("how", ["boost", "prepare_dataloader"])
+@on_ranks(2)
 def test_a_data_set_that_is_split_among_one_rank_is_whole(how):
-    assert run_on_ranks(load_split, 2, "_distributed", 1, how) == [2, 2]
+    assert load_split("_distributed", 1, how) == 2
 
 
+@on_ranks(1)
 def test_one_process_may_take_a_share():
-    assert run_on_ranks(load_split, 1, "_distributed", 2, "boost") == [4]
+    assert load_split("_distributed", 2, "boost") == 4
 
 
 @on_ranks(2)
@@ -273,7 +254,9 @@ def test_a_batch_that_is_taken_on_one_rank_only_is_told_on_every_rank():
 
 
 @pytest.mark.parametrize(("peeks", "resets"), [([], False), ([0, 1], False), ([1], True)])
+@on_ranks(2)
 def test_ranks_that_agree_on_the_epoch_are_not_disturbed(peeks, resets):
-    ranks = run_on_ranks(train_after_a_peek, 2, peeks, resets)
-    for epoch in range(2):
-        assert {sample for rank in ranks for sample in rank[5 * epoch : 5 * epoch + 5]} == set(range(COUNT))
+    seen = train_after_a_peek(peeks, resets)
+    for epoch in (seen[:5], seen[5:]):
+        ours, theirs = DistCoordinator().all_gather_object(epoch)
+        assert {*ours, *theirs} == set(range(COUNT))

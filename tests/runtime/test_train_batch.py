@@ -47,23 +47,6 @@ def test_gradients_and_losses_are_those_of_one_large_batch(plugin_class):
     assert_equals_one_large_batch(plugin_class(), 2, replicas=2, build=make_model)
 
 
-class FrozenNorm(nn.Module):
-    """A layer whose `eval` reaches one of its two norms, as models with a frozen backbone override `train`."""
-
-    def __init__(self):
-        super().__init__()
-        self.frozen = nn.BatchNorm1d(8)
-        self.trained = nn.BatchNorm1d(8)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.frozen.eval()
-        return self
-
-    def forward(self, x):
-        return self.trained(self.frozen(x))
-
-
 def ranks_of(plugin_class):
     return 1 if plugin_class is None else 2
 
@@ -76,7 +59,16 @@ def mean_square(outputs, _):
 @pytest.mark.parametrize("plugin_class", [None, ReferencePlugin, ReferencePipelinePlugin])
 @on_ranks(ranks_of)
 def test_an_evaluation_restores_the_mode_of_each_module(plugin_class, is_training):
-    inner = nn.Sequential(nn.BatchNorm1d(8), FrozenNorm(), nn.Sequential(nn.Dropout(), nn.Linear(8, 4)))
+    class FrozenNorm(nn.Sequential):
+        """Two norms, one of which stays in `eval()`, as models with a frozen backbone override `train`."""
+
+        def train(self, mode=True):
+            super().train(mode)
+            self[0].eval()
+            return self
+
+    norms = FrozenNorm(nn.BatchNorm1d(8), nn.BatchNorm1d(8))
+    inner = nn.Sequential(nn.BatchNorm1d(8), norms, nn.Sequential(nn.Dropout(), nn.Linear(8, 4)))
     booster, model, optimizer = boosted(inner, plugin_class and plugin_class())
     model.train(is_training)
     inner[0].eval()
@@ -90,15 +82,14 @@ def test_an_evaluation_restores_the_mode_of_each_module(plugin_class, is_trainin
     assert not inner[0].running_mean.any(), "a norm in `eval()` keeps its statistics"
 
 
-class FailsToEvaluate(TinyMLP):
-    def forward(self, x):
-        if not self.training:
-            msg = "no evaluation"
-            raise RuntimeError(msg)
-        return super().forward(x)
-
-
 def test_an_evaluation_that_fails_restores_modes():
+    class FailsToEvaluate(TinyMLP):
+        def forward(self, x):
+            if not self.training:
+                msg = "no evaluation"
+                raise RuntimeError(msg)
+            return super().forward(x)
+
     inner = FailsToEvaluate()
     frozen = next(iter(inner.children()))
     booster, model, _ = boosted(inner)
@@ -179,36 +170,30 @@ def test_pairs_of_inputs_and_targets_and_an_odd_last_batch():
             torch.testing.assert_close(parameters, {key: p.detach() for key, p in model.named_parameters()})
 
 
-class Masked(TinyMLP):
-    """A model with an optional argument."""
-
-    def forward(self, x, mask=None):
-        return super().forward(x if mask is None else x * mask)
-
-
 def test_targets_that_could_be_an_argument_raise():
+    class Masked(TinyMLP):
+        def forward(self, x, mask=None):
+            return super().forward(x if mask is None else x * mask)
+
     booster, model, optimizer = boosted(Masked())
     with pytest.raises(ConfigError, match=r"requires 1: the others may be for `mask` or for the criterion"):
         train_batch(booster, iter([(torch.ones(2, 8), torch.ones(2, 4))]), model, squared_error, optimizer)
 
 
-class WatchesBackward(TinyMLP):
-    """Notes, as backward reaches the first layer, whether the outputs are still there."""
-
-    def forward(self, x):
-        hidden = super().forward(x)
-        hidden.register_hook(lambda gradient: self.were_alive.append(self.outputs() is not None))
-        outputs = {"hidden": hidden * 2, "loss": hidden.square().mean()}
-        self.outputs = weakref.ref(outputs["hidden"])
-        return outputs
-
-
 def test_outputs_are_gone_before_backward():
-    model = WatchesBackward()
-    model.were_alive = []
-    booster, wrapped, optimizer = boosted(model)
-    train_batch(booster, iter([{"x": torch.ones(4, 8)}]), wrapped, None, optimizer)
-    assert model.were_alive == [False]
+    were_alive = []
+
+    class WatchesBackward(TinyMLP):
+        def forward(self, x):
+            hidden = super().forward(x)
+            outputs = {"hidden": hidden * 2, "loss": hidden.square().mean()}
+            reference = weakref.ref(outputs["hidden"])
+            hidden.register_hook(lambda gradient: were_alive.append(reference() is not None))
+            return outputs
+
+    booster, model, optimizer = boosted(WatchesBackward())
+    train_batch(booster, iter([{"x": torch.ones(4, 8)}]), model, None, optimizer)
+    assert were_alive == [False]
 
 
 def test_outputs_without_a_loss_raise():

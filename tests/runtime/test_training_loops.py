@@ -14,7 +14,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_runtime import accumulate, join, reduce, train_batch
 from booster_runtime.data.batches import call_with, move_batch, taken_by
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
 
@@ -99,8 +99,9 @@ def test_a_whole_step_among_micro_batches_raises(plugin_class, position):
     expect_on_ranks(ConfigError, message, _train_batch_in_block, 2, plugin_class, position, 2)
 
 
+@on_ranks(1)
 def test_a_whole_step_in_a_block_of_one_micro_batch_is_taken():
-    run_on_ranks(_train_batch_in_block, 1, ReferencePlugin, 0, 1)
+    _train_batch_in_block(ReferencePlugin, 0, 1)
 
 
 @on_ranks(1)
@@ -123,17 +124,13 @@ def test_steps_are_free_again_after_an_accumulation():
     assert rates == [0.025]
 
 
-def _several_loaders():
+@on_ranks(2)
+def test_each_of_several_loaders_is_split():
     booster, model = Booster(plugin=ReferencePlugin()), make_model()
     loaders = [DataLoader(range(number), batch_size=2) for number in (8, 4)]
-    _, _, _, (train, validation), _ = booster.boost(model, dataloader=loaders)
-    return [torch.cat(list(loader)).tolist() for loader in (train, validation)]
-
-
-def test_each_of_several_loaders_is_split():
-    found = run_on_ranks(_several_loaders, 2)
-    for number, both in ((8, [rank[0] for rank in found]), (4, [rank[1] for rank in found])):
-        assert sorted(both[0] + both[1]) == list(range(number))
+    for number, loader in zip((8, 4), booster.boost(model, dataloader=loaders).dataloader, strict=True):
+        ours, theirs = booster.context.coordinator.all_gather_object(torch.cat(list(loader)).tolist())
+        assert sorted(ours + theirs) == list(range(number))
 
 
 @raises_on_ranks(TypeError, "torch.utils.data.DataLoader", 2)
@@ -141,31 +138,29 @@ def test_what_is_no_loader_among_several_raises_on_every_rank():
     Booster(plugin=ReferencePlugin()).boost(make_model(), dataloader=(DataLoader([1, 2]), [1, 2]))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Graph:
-    x: torch.Tensor
-    name: str = "graph"
-
-
-class _Boxes:
-    """Moves itself, as batches of graphs and detectors' boxes do."""
-
-    def __init__(self, x):
-        self.x = x
-
-    def to(self, device):
-        return _Boxes(self.x.to(device))
-
-
 def test_what_a_batch_consists_of_moves_with_it():
+    @dataclasses.dataclass(frozen=True)
+    class Graph:
+        x: torch.Tensor
+        name: str = "graph"
+
+    class Boxes:
+        """Moves itself, as batches of graphs and detectors' boxes do."""
+
+        def __init__(self, x):
+            self.x = x
+
+        def to(self, device):
+            return Boxes(self.x.to(device))
+
     x = torch.ones(2, 3, 4)
     packed = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True)
-    batch = {"packed": packed, "graph": _Graph(x), "boxes": [_Boxes(x), torch.float32, _Boxes]}
+    batch = {"packed": packed, "graph": Graph(x), "boxes": [Boxes(x), torch.float32, Boxes]}
     moved = move_batch(batch, torch.device("meta"))
     assert isinstance(moved["packed"], torch.nn.utils.rnn.PackedSequence)
     assert (moved["packed"].data.device.type, moved["packed"].batch_sizes.device.type) == ("meta", "cpu")
     assert moved["graph"].x.device.type == moved["boxes"][0].x.device.type == "meta"
-    assert (moved["graph"].name, batch["graph"].x.device.type, moved["boxes"][2]) == ("graph", "cpu", _Boxes)
+    assert (moved["graph"].name, batch["graph"].x.device.type, moved["boxes"][2]) == ("graph", "cpu", Boxes)
     recurrent = torch.nn.GRU(4, 2)
     assert torch.equal(call_with(recurrent, taken_by(recurrent, packed))[1], recurrent(packed)[1])
 

@@ -9,7 +9,7 @@ from uneven_runs import NUM_BATCHES, assert_steps_follow_batches, batches_of, bo
 
 from booster_core.errors import ConfigError, GradientError
 from booster_runtime import join, train_batch
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 
 
 @pytest.mark.parametrize("plugin", [ReferencePlugin(), ReferencePipelinePlugin()], ids=["plain", "pipeline"])
@@ -24,26 +24,23 @@ def with_batches(*of_ranks):
         optimizer.step()
 
 
-def failing():
-    yield torch.ones(2, 8)
-    msg = "disk gone"
-    raise OSError(msg)
-
-
 def test_a_rank_without_any_batch_is_named_on_every_rank():
     expect_on_ranks(ConfigError, "no batch at all", with_batches, 2, [], [torch.ones(2, 8)])
 
 
+@on_ranks(2)
 def test_no_batch_on_any_rank_is_no_step():
-    run_on_ranks(with_batches, 2, [], [])
+    with_batches([], [])
 
 
 @raises_on_ranks(OSError, "disk gone", 2)
 def test_an_error_of_one_ranks_batches_raises_on_every_rank():
-    booster, model, optimizer, index = boosted(ReferencePlugin())
-    for x in join(booster, failing() if index else batches_of(1)):
-        booster.backward(own_loss(model(x), None), optimizer)
-        optimizer.step()
+    def failing():
+        yield torch.ones(2, 8)
+        msg = "disk gone"
+        raise OSError(msg)
+
+    with_batches(batches_of(1), failing())
 
 
 @raises_on_ranks(GradientError, r"multiply its loss by [02], .* in place of `loss\.backward\(\)`", 2)

@@ -1,13 +1,14 @@
 """Training with uneven numbers of batches, and what one process makes of all of them."""
 
+import contextlib
+
 import torch
-from cases import Case, Setting, call, parameter_paths
+from cases import Case, Setting, call
+from driven_runs import Run, assert_same_steps
 from torch import nn
 
-from booster_runtime import full_gradient, join
+from booster_runtime import join
 from booster_testing import run_on_ranks
-from booster_testing.compare import assert_same_tensors
-from booster_testing.training import whole_model
 
 NUM_BATCHES = (2, 5)
 """Of each data parallel rank."""
@@ -39,55 +40,39 @@ def batches_of(index):
     return [samples(number, index)["x"] for number in range(NUM_BATCHES[index])]
 
 
-def noted(gradients):
-    return {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
-
-
 def train_plainly(case):
-    """Return the gradients of each step, of the mean over those that have a batch, and the parameters."""
-    model, optimizer = case.make()
-    steps = []
+    """Return what one process notes in steps of the mean over ranks that have a batch."""
+    run = Run(case)
     for number in range(max(NUM_BATCHES)):
         present = [case.batch(number, index) for index in range(2) if number < NUM_BATCHES[index]]
-        for batch in present:
-            (case.loss(call(model, batch), batch) / len(present)).backward()
-        steps.append(noted({name: parameter.grad for name, parameter in model.named_parameters()}))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*steps, {name: parameter.detach() for name, parameter in model.named_parameters()}]
+        run.backward(sum(case.loss(call(run.model, batch), batch) for batch in present) / len(present))
+        run.step()
+    return run.steps
 
 
-def boosted(plugin, case=CASE):
+def boosted(plugin):
     """Return the Booster, the model, the optimizer and the data parallel index."""
     booster = Setting(lambda: plugin).make_booster()
-    model, optimizer, *_ = booster.boost(*case.make())
+    model, optimizer, *_ = booster.boost(*CASE.make())
     return booster, model, optimizer, booster.plugin.data_parallel_coordinates(booster.context.coordinator)[0]
 
 
 def train(case, plugin, in_pipeline):
-    """Train until all ranks' batches have ended; return the gradients of each step, and the parameters."""
-    booster, model, optimizer, index = boosted(plugin, case)
-    names = parameter_paths(case.make()[0])
-    joined = join(booster, (case.batch(number, index) for number in range(NUM_BATCHES[index])))
-    steps = []
-    while True:
-        try:
+    """Train until all ranks' batches have ended; return what each step noted."""
+    run = Run(case, Setting(lambda: plugin))
+    index, _ = run.booster.plugin.data_parallel_coordinates(run.booster.context.coordinator)
+    joined = join(run.booster, (case.batch(number, index) for number in range(NUM_BATCHES[index])))
+    with contextlib.suppress(StopIteration):
+        while True:
             if in_pipeline:
-                booster.execute_pipeline(joined, model, case.loss, optimizer)
+                run.booster.execute_pipeline(joined, run.model, case.loss, run.optimizer)
             else:
                 batch = next(joined)
-                booster.backward(case.loss(call(model, batch), batch), optimizer)
-        except StopIteration:
-            whole = whole_model(booster, model)
-            return [*steps, {name: whole[name] for name in names}]
-        steps.append(noted({name: full_gradient(booster, model, name) for name in names}))
-        optimizer.step()
-        optimizer.zero_grad()
+                run.backward(case.loss(call(run.model, batch), batch))
+            run.step()
+    return run.steps
 
 
 def assert_steps_follow_batches(plugin, num_ranks, *, in_pipeline=False, case=CASE):
     """Assert that there are as many steps as the most batches of a rank, of the mean over those that have some."""
-    expected = train_plainly(case)
-    for steps in run_on_ranks(train, num_ranks, case, plugin, in_pipeline):
-        for found, plain in zip(steps, expected, strict=True):
-            assert_same_tensors(found, plain, case.tolerance)
+    assert_same_steps(run_on_ranks(train, num_ranks, case, plugin, in_pipeline), train_plainly(case), case)

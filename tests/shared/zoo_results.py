@@ -52,10 +52,6 @@ class Cell:
     options: dict[str, Any] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
 
-    def to_json(self):
-        """Return the fields."""
-        return asdict(self)
-
 
 def read_cell(folder, name, plugin):
     """Return a recorded cell; ``None`` if there is none."""
@@ -69,7 +65,7 @@ def write_cell(folder, name, plugin, cell):
     recorded = read(file)
     recorded["name"] = name
     recorded["versions"] = {library: found for library in _LIBRARIES if (found := _version(library))}
-    recorded.setdefault("cells", {})[plugin] = cell.to_json()
+    recorded.setdefault("cells", {})[plugin] = asdict(cell)
     folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(recorded, indent=1, sort_keys=True), encoding="utf-8")

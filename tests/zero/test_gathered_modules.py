@@ -1,5 +1,6 @@
 """Which modules' parameters can be gathered when they run, and which are gathered together."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -14,20 +15,16 @@ from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero.gathering import check_modules
 
 
-def scripted(module):
-    return torch.jit.script(module)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_scripted_modules_without_parameters_are_taken():
-    check_modules(nn.Sequential(nn.Linear(2, 2), scripted(nn.ReLU())))
+    check_modules(nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU())))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("index", [0, 1])
 def test_scripted_modules_with_parameters_are_named(index):
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    layers[index] = scripted(layers[index])
+    layers[index] = torch.jit.script(layers[index])
     with pytest.raises(ConfigError, match=f"Module '{index}' is scripted.*plugin='zero'"):
         check_modules(nn.Sequential(*layers))
 
@@ -36,16 +33,12 @@ WIDTH = 16
 LAYER_BYTES = 4 * WIDTH * WIDTH
 
 
-def two_blocks():
-    """Return a model of two blocks of two layers."""
-    torch.manual_seed(1)
-    return nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))) for _ in range(2)))
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(("chunk_bytes", "num_uses"), [(4 * LAYER_BYTES, 1), (2 * LAYER_BYTES, 2), (LAYER_BYTES, 4)])
 def test_a_module_whose_parameters_share_a_bucket_gathers_them_once(chunk_bytes, num_uses):
-    net, plain = two_blocks(), two_blocks()
+    torch.manual_seed(1)
+    net = nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))) for _ in range(2)))
+    plain = copy.deepcopy(net)
     booster = Booster("cpu", plugin=GatheringPlugin(chunk_bytes=chunk_bytes))
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process, noise, train_boosted
 from gathering_plugin import GatheringPlugin
 from matrix import matrix
 from ranked import on_ranks
@@ -13,7 +14,7 @@ from torch.testing import assert_close
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 from booster_testing.training import whole_model
 
 WIDTH = 16
@@ -36,7 +37,6 @@ def step(booster, model, optimizer, number=0):
     booster.backward(loss, optimizer)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
 
 
 # ---- parameters changed by hand
@@ -57,88 +57,75 @@ CHANGES = {
 }
 
 
-def change(how, late):
-    """Change a parameter on every rank, while it is used."""
+@matrix(1, how=CHANGES, late=[False, True])
+@on_ranks(2)
+def test_a_parameter_changed_while_it_is_used_is_named(how, late):
     run = boost(layers())
     for number in range(8 if late else 1):
         step(*run, number)
     module = run[1].unwrap()[2]
     module.register_forward_hook(lambda *_: CHANGES[how](module))
-    step(*run)
+    with pytest.raises(ConfigError, match=f"'2.weight' {how}"):
+        step(*run)
 
 
-@matrix(1, how=CHANGES, late=[False, True])
-def test_a_parameter_changed_while_it_is_used_is_named(how, late):
-    expect_on_ranks(ConfigError, f"'2.weight' {how}", change, 2, how, late)
-
-
-def written_through_data(precision, options):
-    """Return the weight after steps whose forward writes it, one element of it last."""
-    model = layers()
-
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(1)
+def test_one_rank_keeps_what_forward_writes_through_data(precision):
     def write(module, *_):
         module.weight.data.clamp_(-0.02, 0.02)
         module.weight.data[0, 0] = 0.5
 
-    model[2].register_forward_hook(write)
-    booster = Booster("cpu", precision, None if options is None else GatheringPlugin(**options))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for number in range(3):
-        step(booster, model, optimizer, number)
-    return whole_model(booster, model)["2.weight"]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_one_rank_keeps_what_forward_writes_through_data(precision):
-    expected = written_through_data("fp32", None)
-    (found,) = run_on_ranks(written_through_data, 1, precision, {})
-    assert_close(found.float(), expected, rtol=0, atol=1e-7 if precision == "fp32" else 4e-3)
-
-
-def write_without_saying_so(how):
-    _, model, _ = boost(layers())
-    with model.whole_parameters():
-        if dist.get_rank() == 0:
-            WRITES[how](model.unwrap()[2])
+    written = []
+    for booster in (Booster("cpu"), Booster("cpu", precision, GatheringPlugin())):
+        model = layers()
+        model[2].register_forward_hook(write)
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for number in range(3):
+            step(booster, model, optimizer, number)
+        written.append(whole_model(booster, model)["2.weight"].float())
+    assert_close(*written, rtol=0, atol=1e-7 if precision == "fp32" else 4e-3)
 
 
 WRITES = {**CHANGES, "was changed through `.data`": lambda module: module.weight.data.mul_(2)}
 
 
 @pytest.mark.parametrize("how", WRITES)
+@on_ranks(2)
 def test_a_write_into_parameters_that_are_only_to_be_read_is_told_on_all_ranks(how):
-    match = rf"rank 0: '2.weight' {how}.*whole_parameters\(writes=True\)"
-    expect_on_ranks(ConfigError, match, write_without_saying_so, 2, how)
+    _, model, _ = boost(layers())
+    is_told = pytest.raises(ConfigError, match=rf"rank 0: '2.weight' {how}.*whole_parameters\(writes=True\)")
+    with is_told, model.whole_parameters():
+        if dist.get_rank() == 0:
+            WRITES[how](model.unwrap()[2])
 
 
-class OwnCopy(nn.Linear):
-    """Gives its weight other memory in each forward, as bitsandbytes' 8-bit layers do."""
-
-    def __init__(self, *, is_kept):
-        super().__init__(WIDTH, WIDTH, bias=False)
-        self.requires_grad_(requires_grad=False)
-        self.own, self.is_kept = self.weight.detach().clone(), is_kept
-
-    def forward(self, x):
-        out = super().forward(x)
-        self.weight.data = self.own if self.is_kept else 2 * self.own
-        return out
-
-
-def give_own_copies(options, is_kept):
-    model = layers()
-    model[2] = OwnCopy(is_kept=is_kept)
-    booster, boosted, optimizer = boost(model, **options)
-    losses = [step(booster, boosted, optimizer, number) for number in range(3)]
-    with boosted.whole_parameters():
-        assert torch.equal(model[2].weight, model[2].own)
-    return losses
-
-
+@on_ranks(2)
 def test_a_frozen_parameter_may_have_other_memory_with_its_values():
-    (expected,) = run_on_ranks(give_own_copies, 1, {"release_fraction": 0.0}, True)
-    assert run_on_ranks(give_own_copies, 2, {}, True) == [pytest.approx(expected)] * 2
-    expect_on_ranks(ConfigError, "'2.weight' was given other memory", give_own_copies, 2, {}, False)
+    class OwnCopy(nn.Linear):
+        """Gives its weight other memory in each forward, as bitsandbytes' 8-bit layers do."""
+
+        def __init__(self, *, is_kept):
+            super().__init__(WIDTH, WIDTH, bias=False)
+            self.requires_grad_(requires_grad=False)
+            self.own, self.is_kept = self.weight.detach().clone(), is_kept
+
+        def forward(self, x):
+            out = super().forward(x)
+            self.weight.data = self.own if self.is_kept else 2 * self.own
+            return out
+
+    def case_of(*, is_kept):
+        def build():
+            model = layers()
+            model[2] = OwnCopy(is_kept=is_kept)
+            return model
+
+        return Case(build=build, batch=noise(4, WIDTH))
+
+    assert_equals_one_process(case_of(is_kept=True), Setting(GatheringPlugin))
+    with pytest.raises(ConfigError, match=r"'2\.weight' was given other memory"):
+        train_boosted(case_of(is_kept=False), Setting(GatheringPlugin))
 
 
 # ---- what hooks can't serve
@@ -199,5 +186,6 @@ def test_ranks_on_cpus_are_told_before_they_gather_what_has_other_sizes():
 
 
 @pytest.mark.parametrize("as_on_devices", [True, False])
+@on_ranks(4)
 def test_replicas_may_use_other_modules_than_each_other(as_on_devices):
-    run_on_ranks(use_another_module_later, 4, [0, 0, 2, 2], 2, as_on_devices=as_on_devices)
+    use_another_module_later([0, 0, 2, 2], 2, as_on_devices=as_on_devices)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
-from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero.engine import Bucket, WholeState
 
@@ -69,37 +68,6 @@ def batch(step, length):
     return torch.randn(4, length, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def run(events):
-    """Train and evaluate; return outputs, how often a step waited, and parameters."""
-    net = Layers()
-    plain = Layers()
-    booster = Booster(plugin=GatheringPlugin(chunk_bytes=LAYER_BYTES))
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    counted, counts = [], None
-    for step, (what, order, length) in enumerate(events):
-        x = batch(step, length)
-        if what == "eval":
-            model.eval()
-            with torch.inference_mode():
-                assert torch.allclose(model(x, order), plain(x, order), atol=1e-6)
-            model.train()
-        else:
-            loss = plain(x, order).square().mean()
-            loss.backward()
-            plain_optimizer.step()
-            plain_optimizer.zero_grad()
-            booster.backward(model(x[rank::size], order).square().mean(), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        if counts is None:
-            counts = Counts(model.gatherer)  # after the first step, which foresees no gather
-        counted.append(counts.take())
-    assert_same_tensors(model.state_dict(), plain.state_dict(), tolerance_for(torch.float32))
-    return counted
-
-
 EVENTS = {
     "another order": [*[("train", FORWARDS, 3)] * 3, *[("train", OTHER, 3)] * 3, *[("train", FORWARDS, 3)] * 2],
     "a part": [*[("train", FORWARDS, 3)] * 3, *[("train", PART, 3)] * 3],
@@ -114,17 +82,37 @@ EVENTS = {
 
 
 @matrix(["another order", "evaluation in between"], name=EVENTS)
+@on_ranks(2)
 def test_the_order_is_recorded_again_and_results_equal_one_process(name):
-    events = EVENTS[name]
-    for counted in run_on_ranks(run, 2, events):
-        before = {}
-        for (what, order, _), (gathers, waits) in zip(events[1:], counted[1:], strict=True):
-            uses = len(order) if what == "eval" else 2 * len(order)
-            assert gathers <= uses + 3, "few gathers are wasted, also where the order was another one"
-            if before.get(what) == order:
-                assert waits <= 2, "forward and backward wait for their first chunk alone"
-                assert gathers <= uses
-            before[what] = order
+    net, plain = Layers(), Layers()
+    booster = Booster(plugin=GatheringPlugin(chunk_bytes=LAYER_BYTES))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    before, counts = {}, None
+    for step, (what, order, length) in enumerate(EVENTS[name]):
+        x = batch(step, length)
+        if what == "eval":
+            model.eval()
+            with torch.inference_mode():
+                assert torch.allclose(model(x, order), plain(x, order), atol=1e-6)
+            model.train()
+        else:
+            plain(x, order).square().mean().backward()
+            booster.backward(model(x[dist.get_rank() :: 2], order).square().mean(), optimizer)
+            for each in (plain_optimizer, optimizer):
+                each.step()
+                each.zero_grad()
+        if counts is None:
+            counts = Counts(model.gatherer)  # after the first step, which foresees no gather
+            continue
+        gathers, waits = counts.take()
+        uses = len(order) if what == "eval" else 2 * len(order)
+        assert gathers <= uses + 3, "few gathers are wasted, also where the order was another one"
+        if before.get(what) == order:
+            assert waits <= 2, "forward and backward wait for their first chunk alone"
+            assert gathers <= uses
+        before[what] = order
+    assert_same_tensors(model.state_dict(), plain.state_dict(), tolerance_for(torch.float32))
 
 
 @on_ranks(2)
@@ -169,12 +157,13 @@ def most_ahead(**options):
 
 
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3])
+@on_ranks(2)
 def test_as_many_chunks_are_underway_as_asked_for(depth):
-    assert {count for count, _ in run_on_ranks(most_ahead, 2, max_prefetch=depth)} == {depth}
+    assert most_ahead(max_prefetch=depth)[0] == depth
 
 
 @pytest.mark.parametrize("most_bytes", [LAYER_BYTES // 2, 5 * LAYER_BYTES // 2], ids=["less than one", "two"])
+@on_ranks(2)
 def test_a_limit_bounds_what_is_underway_beyond_the_first(most_bytes):
     expected = max(most_bytes // LAYER_BYTES, 1)
-    for found in run_on_ranks(most_ahead, 2, max_prefetch=DEPTH, max_ahead_bytes=most_bytes):
-        assert found == (expected, expected * LAYER_BYTES)
+    assert most_ahead(max_prefetch=DEPTH, max_ahead_bytes=most_bytes) == (expected, expected * LAYER_BYTES)

@@ -1,6 +1,7 @@
 """Any use of a parameter finds its values: gradients equal those of one process, however the model goes about it."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_testing import peak_memory, run_on_ranks
+from booster_testing import peak_memory
+from booster_testing.compare import EXACT, assert_same_tensors
 from booster_zero.engine import Bucket
 
 WIDTH = 12
@@ -109,18 +111,17 @@ def boost(model, **options):
     return booster, boosted, optimizer
 
 
-def rows_of(step, replica):
-    """Return four samples, and three in every other step."""
-    return batch(10 * step + replica, 1)[step % 2 :]
-
-
-def gathered(_booster, model, _optimizer):
-    return [chunk.is_gathered for chunk in model.gatherer.layout.buckets]
-
-
 @pytest.mark.parametrize("name", MODELS)
+@on_ranks(2)
 def test_gradients_equal_one_process(name):
-    case = Case(build=partial(make, name), batch=rows_of, steps=4)
+    def rows(step, replica):
+        """Return four samples, and three in every other step."""
+        return batch(10 * step + replica, 1)[step % 2 :]
+
+    def gathered(_booster, model, _optimizer):
+        return [chunk.is_gathered for chunk in model.gatherer.layout.buckets]
+
+    case = Case(build=partial(make, name), batch=rows, steps=4)
     for chunks in assert_equals_one_process(case, Setting(GatheringPlugin, {"chunk_bytes": 256}), tell=gathered):
         assert len(chunks) > 2
         assert sum(chunks) <= 1
@@ -136,32 +137,25 @@ def test_a_backward_that_the_script_calls_leaves_no_values_behind(name):
             parameter.sum()
 
 
-def gathers_of_a_step(frac):
-    """Return how many chunks are gathered in a step, how many there are, and the parameters after it."""
-    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
-    with torch.no_grad():
-        for layer in model:
-            layer.weight.copy_(torch.eye(16))
-    booster, wrapped, optimizer = boost(model, chunk_bytes=16 * 16 * 4, release_fraction=frac)
-    counted = []
-    gather = Bucket.start_gather
-    for _ in range(2):
-        counted.clear()
-        for chunk in wrapped.gatherer.layout.buckets:
-            chunk.start_gather = lambda chunk=chunk: (counted.append(chunk), gather(chunk))
-        booster.backward(wrapped(torch.ones(2, 16)).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return len(counted), len(wrapped.gatherer.layout.buckets), wrapped.state_dict()
-
-
+@on_ranks(2)
 def test_parameters_that_are_not_sharded_are_gathered_once_a_step():
-    results = {frac: run_on_ranks(gathers_of_a_step, 2, frac)[0] for frac in (0.0, 0.5, 1.0)}
+    states = []
     # Backward needs all weights but the first layer's, and the one that forward used last is still there.
-    assert [count for count, _, _ in results.values()] == [8, 8 + 2, 8 + 6]
-    for _, num_chunks, state in results.values():
-        assert num_chunks == 8
-        assert all(torch.equal(tensor, results[1.0][2][name]) for name, tensor in state.items())
+    for frac, num_gathers in [(0.0, 8), (0.5, 8 + 2), (1.0, 8 + 6)]:
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+        for layer in model:
+            nn.init.eye_(layer.weight)
+        booster, wrapped, optimizer = boost(model, chunk_bytes=16 * 16 * 4, release_fraction=frac)
+        assert len(wrapped.gatherer.layout.buckets) == 8
+        for _ in range(2):
+            with mock.patch.object(Bucket, "start_gather", autospec=True, side_effect=Bucket.start_gather) as gather:
+                booster.backward(wrapped(torch.ones(2, 16)).square().mean(), optimizer)
+                optimizer.step()
+            optimizer.zero_grad()
+        assert gather.call_count == num_gathers
+        states.append(wrapped.state_dict())
+    assert_same_tensors(states[0], states[2], EXACT)
+    assert_same_tensors(states[1], states[2], EXACT)
 
 
 @on_ranks(2)

@@ -1,5 +1,6 @@
 """Parameters that several pipeline stages hold are laid out alike on each, whatever is next to them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,24 +11,24 @@ from booster_runtime.sharding.ranks import ShardingRanks
 from booster_zero.engine import Format, Layout
 
 
-def plans_of_copies(kind, bucket_bytes, others):
-    cpu = torch.device("cpu")
-    dtypes = {"working": torch.float32, "master": torch.float32, "wire": torch.float32}
-    plain = Format(**dtypes, device=cpu, step_device=cpu, is_trained=True, partition=kind)
-    copied = Format(**dtypes, device=cpu, step_device=cpu, is_trained=True, copies=(0, 3), partition=kind)
-    layout = Layout(
-        nn.Module(),
-        ShardingRanks(shard_group=None, shard_rank=0, shard_size=2),
-        lambda plan, parameters, format_, ranks: SimpleNamespace(plan=plan, format=format_),
-        bucket_bytes=bucket_bytes,
-    )
-    own = {10 + index: nn.Parameter(torch.zeros(size)) for index, size in enumerate(others)}
-    layout.add(own, dict.fromkeys(own, plain))
-    shared = {index: nn.Parameter(torch.zeros(size)) for index, size in ((3, 40), (2, 7), (1, 300))}
-    layout.add(shared, dict.fromkeys(shared, copied))
-    return [bucket.plan for bucket in layout.buckets if bucket.format.copies]
-
-
 @pytest.mark.parametrize("kind", ["flat", "parameter"])
 def test_copies_are_cut_alike_at_every_place(kind):
-    assert plans_of_copies(kind, 64, [5, 1000, 3]) == plans_of_copies(kind, 2**20, [17])
+    dtypes = {"working": torch.float32, "master": torch.float32, "wire": torch.float32}
+    cpu = torch.device("cpu")
+    plain = Format(**dtypes, device=cpu, step_device=cpu, is_trained=True, partition=kind)
+    copied = replace(plain, copies=(0, 3))
+
+    def plans_of_copies(bucket_bytes, others):
+        layout = Layout(
+            nn.Module(),
+            ShardingRanks(shard_group=None, shard_rank=0, shard_size=2),
+            lambda plan, parameters, format_, ranks: SimpleNamespace(plan=plan, format=format_),
+            bucket_bytes=bucket_bytes,
+        )
+        own = {10 + index: nn.Parameter(torch.zeros(size)) for index, size in enumerate(others)}
+        layout.add(own, dict.fromkeys(own, plain))
+        shared = {index: nn.Parameter(torch.zeros(size)) for index, size in ((3, 40), (2, 7), (1, 300))}
+        layout.add(shared, dict.fromkeys(shared, copied))
+        return [bucket.plan for bucket in layout.buckets if bucket.format.copies]
+
+    assert plans_of_copies(64, [5, 1000, 3]) == plans_of_copies(2**20, [17])

@@ -19,7 +19,7 @@ from torch import nn
 
 from booster_core import Booster
 from booster_runtime import collectives
-from booster_testing import peak_memory, run_on_ranks
+from booster_testing import peak_memory
 from booster_zero import LowLevelZeroPlugin
 
 COMMUNICATING = re.compile("gather|reduce|scatter|broadcast|send|recv|all_to_all|barrier|new_group")
@@ -74,38 +74,18 @@ def handed_over(micro_batches, stage):
 
 
 @matrix(["1-2"], stage=[1, 2], world_size=[2, 4])
+@on_ranks("world_size")
 def test_a_step_sends_as_many_bytes_as_an_all_reduce(world_size, stage):
     one_way = 3 * 64 * 64 * 4 * (world_size - 1) // world_size
     # Three tags: slices of gradients, flags (to every other rank), new parameters.
     moved = [one_way, FLAG_BYTES * (world_size - 1), one_way]
-    assert run_on_ranks(handed_over, world_size, 1, stage) == [{"isend": moved, "irecv": moved}] * world_size
+    assert handed_over(1, stage) == {"isend": moved, "irecv": moved}
 
 
 @pytest.mark.parametrize(("stage", "reductions"), [(1, 1), (2, 3)])
+@on_ranks(2)
 def test_stage_1_moves_gradients_once_however_many_micro_batches(stage, reductions):
-    for sent in run_on_ranks(handed_over, 2, 3, stage):
-        assert sent["isend"][0] == reductions * 3 * 64 * 64 * 4 // 2
-
-
-def gradient_bytes(stage, bucket_bytes):
-    """Return what there is of full gradients, as parts of the model: at most underway, and after ``no_sync``."""
-    booster, model, optimizer = boost(make(256, 12), stage=stage, bucket_bytes=bucket_bytes)
-    train(booster, model, optimizer, 256)
-    model_bytes = 12 * 256 * 256 * 4
-    original, refs, peaks = collectives.reduce_scatter, [], []
-
-    def counting(parts, *args, **kwargs):
-        refs.extend(weakref.ref(part) for _, part in parts)
-        peaks.append(sum(part.numel() * 4 for part in (ref() for ref in refs) if part is not None))
-        return original(parts, *args, **kwargs)
-
-    with mock.patch.object(collectives, "reduce_scatter", counting):
-        for _ in range(2):
-            train(booster, model, optimizer, 256, no_sync=True)
-    full = sum(p.grad.numel() * 4 for p in model.unwrap().parameters() if type(p.grad) is torch.Tensor)  # no stand-in
-    full += sum(part.numel() * 4 for part in (ref() for ref in refs) if part is not None)
-    shards = sum(bucket.gradient.numel() * 4 for bucket in optimizer.layout.buckets)
-    return max(peaks, default=0) / model_bytes, full / model_bytes, shards / model_bytes
+    assert handed_over(3, stage)["isend"][0] == reductions * 3 * 64 * 64 * 4 // 2
 
 
 @pytest.mark.parametrize(
@@ -117,13 +97,32 @@ def gradient_bytes(stage, bucket_bytes):
         (1, 2, 0.0, (0.0, 1.0)),
     ],
 )
+@on_ranks("world_size")
 def test_stage_2_never_holds_a_whole_gradient_and_one_rank_holds_each_once(world_size, stage, most_underway, kept):
-    for underway, full, shards in run_on_ranks(gradient_bytes, world_size, stage, 256 * 256 * 4):
-        assert underway <= most_underway
-        assert (full, shards) == kept
+    booster, model, optimizer = boost(make(256, 12), stage=stage, bucket_bytes=256 * 256 * 4)
+    train(booster, model, optimizer, 256)
+    model_bytes = 12 * 256 * 256 * 4
+    original, refs, peaks = collectives.reduce_scatter, [], []
+
+    def underway():
+        return sum(part.numel() * 4 for part in (ref() for ref in refs) if part is not None)
+
+    def counting(parts, *args, **kwargs):
+        refs.extend(weakref.ref(part) for _, part in parts)
+        peaks.append(underway())
+        return original(parts, *args, **kwargs)
+
+    with mock.patch.object(collectives, "reduce_scatter", counting):
+        for _ in range(2):
+            train(booster, model, optimizer, 256, no_sync=True)
+    full = sum(p.grad.numel() * 4 for p in model.unwrap().parameters() if type(p.grad) is torch.Tensor)  # no stand-in
+    shards = sum(bucket.gradient.numel() * 4 for bucket in optimizer.layout.buckets)
+    assert max(peaks, default=0) <= most_underway * model_bytes
+    assert ((full + underway()) / model_bytes, shards / model_bytes) == kept
 
 
-def engine_is_gone():
+@on_ranks(2)
+def test_all_is_freed_with_the_last_reference():
     booster, model, optimizer = boost(make(8))
     train(booster, model, optimizer, 8)
     kept = [
@@ -135,13 +134,9 @@ def engine_is_gone():
     gc.disable()  # `del` is enough
     try:
         del booster, model, optimizer, kept
-        return [type(ref()).__name__ for ref in held if ref() is not None]
+        assert [type(ref()).__name__ for ref in held if ref() is not None] == []
     finally:
         gc.enable()
-
-
-def test_all_is_freed_with_the_last_reference():
-    assert run_on_ranks(engine_is_gone, 2) == [[]] * 2
 
 
 @pytest.mark.slow

@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathering_plugin import GatheringPlugin
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
-from booster_testing import run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
@@ -57,7 +58,11 @@ LATE = {
 }
 
 
-def add_later(name):
+@pytest.mark.parametrize("name", LATE)
+@on_ranks(2)
+def test_a_parameter_that_is_added_later_trains_as_in_one_process(name):
+    expected = masters_of_one_process(2)
+    assert (expected["0.weight"].float() - make_rounded()[0].weight).abs().max() > 0.01
     net = make_rounded()
     net[0].requires_grad_(requires_grad=False)
     booster = Booster("cpu", "bf16", LATE[name]())
@@ -69,35 +74,24 @@ def add_later(name):
         booster.backward(model(rows(step, dist.get_rank())).float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return whole_model(booster, model)
+    found = whole_model(booster, model)
+    for key, values in expected.items():
+        # Equal but for one rounding of bf16: gradients are averaged in another order.
+        torch.testing.assert_close(found[key].float(), values.float(), rtol=2**-7, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_a_parameter_that_is_added_later_trains_as_in_one_process(name):
-    expected = masters_of_one_process(2)
-    assert (expected["0.weight"].float() - make_rounded()[0].weight).abs().max() > 0.01
-    for found in run_on_ranks(add_later, 2, name):
-        for key, values in expected.items():
-            # Equal but for one rounding of bf16: gradients are averaged in another order.
-            torch.testing.assert_close(found[key].float(), values.float(), rtol=2**-7, atol=1e-6, msg=key)
-
-
-def write_and_add(name):
+@on_ranks(2)
+def test_what_was_written_before_a_parameter_is_added_stays(name):
     """Write to a layer that trains and that no optimizer lists, let one list it, and step with a rate of 0."""
     net = make_rounded()
     booster = Booster("cpu", "bf16", LATE[name]())
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net[2].parameters(), lr=0.0))
-    model.load_state_dict({key: -2 * values for key, values in make_rounded().state_dict().items()})
+    written = {key: -2 * values for key, values in make_rounded().state_dict().items()}
+    model.load_state_dict(written)
     optimizer.add_param_group({"params": list(net[0].parameters())})
-    found = [whole_model(booster, model)]
+    before = whole_model(booster, model)
     booster.backward(model(rows(0, dist.get_rank())).float().square().mean(), optimizer)
     optimizer.step()
-    return [*found, whole_model(booster, model)]
-
-
-@pytest.mark.parametrize("name", LATE)
-def test_what_was_written_before_a_parameter_is_added_stays(name):
-    for found in run_on_ranks(write_and_add, 2, name):
-        for values in found:
-            for key, expected in make_rounded().state_dict().items():
-                assert torch.equal(values[key].float(), -2 * expected), key
+    for found in (before, whole_model(booster, model)):
+        assert_same_tensors({key: values.float() for key, values in found.items()}, written, EXACT)

@@ -2,18 +2,17 @@
 
 import contextlib
 from functools import partial
+from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, itself, train_plainly
+from cases import Case, Setting, itself, train_plainly
+from driven_runs import Run
 from matrix import matrix, named
+from ranked import on_ranks
 from torch import nn
 
-from booster_core import Booster
-from booster_runtime import full_gradient
 from booster_runtime.collectives import sums
-from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_zero import LowLevelZeroPlugin
 
@@ -39,59 +38,40 @@ def tokens_of(number, replica):
     return torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(10 * number + replica)) * 200
 
 
-def momentum(model):
-    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-
-
-def case_of(*, uses_all, accumulates):
-    settings = {"loss": itself, "optimizer": momentum, "steps": 2, "max_norm": None}
-    build = partial(Classifier, uses_all=uses_all)
-    return Case(build=build, batch=tokens_of, micro_batches=2 if accumulates else 1, **settings)
-
-
-def train(options, case, *, sends_all=False):
-    """Return the gradients of each step, and the bytes that this rank sent in its last backward."""
-    sent, send, gradients = [], dist.isend, []
-
-    def counting(tensor, *args, **kwargs):
-        sent.append(tensor.nbytes)
-        return send(tensor, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "isend", counting)
-        if sends_all:
-            patch.setattr(sums, "touched_rows", lambda _: None)
-        booster = Booster("cpu", plugin=LowLevelZeroPlugin(**options))
-        model, optimizer, *_ = booster.boost(*case.make())
-        for step in range(case.steps):
-            sent.clear()
-            for number in range(step * case.micro_batches, (step + 1) * case.micro_batches):
-                is_last = (number + 1) % case.micro_batches == 0
-                with contextlib.nullcontext() if is_last else booster.no_sync(model, optimizer):
-                    loss = model(tokens_of(number, dist.get_rank())) / case.micro_batches
-                    booster.backward(loss, optimizer)
-            num_bytes = sum(sent)
-            names = [name for name, _ in model.unwrap().named_parameters()]
-            gradients.append({name: full_gradient(booster, model, name) for name in names})
-            optimizer.step()
-            optimizer.zero_grad()
-    return gradients, num_bytes
+def train(case, options):
+    """Return the gradients of each step, and the bytes that all ranks sent in the last backward."""
+    run, gradients = Run(case, Setting(LowLevelZeroPlugin, options)), []
+    for step in range(case.steps):
+        with mock.patch.object(dist, "isend", wraps=dist.isend) as sends:
+            for micro in range(case.micro_batches):
+                with contextlib.nullcontext() if micro + 1 == case.micro_batches else run.no_sync():
+                    run.backward(run.loss(step * case.micro_batches + micro) / case.micro_batches)
+        gradients.append(run.gradients())
+        run.step()
+    num_bytes = torch.tensor(sum(call.args[0].nbytes for call in sends.call_args_list))
+    dist.all_reduce(num_bytes)  # a rank may hold all of one table, for which the other ranks send
+    return gradients, int(num_bytes)
 
 
 @matrix(1, uses_all=[False, True], accumulates=[False, True], options=named([{"stage": 1}, {"stage": 2}], str))
+@on_ranks(2)
 def test_gradients_of_a_table_are_those_of_one_process(options, accumulates, uses_all):
-    case = case_of(uses_all=uses_all, accumulates=accumulates)
-    expected = train_plainly(case, 2).gradients
-    touched = run_on_ranks(train, 2, options, case)
-    whole = run_on_ranks(train, 2, options, case, sends_all=True)
+    case = Case(
+        build=partial(Classifier, uses_all=uses_all),
+        batch=tokens_of,
+        loss=itself,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+        steps=2,
+        micro_batches=2 if accumulates else 1,
+        max_norm=None,
+    )
+    touched, num_bytes = train(case, options)
+    with mock.patch.object(sums, "touched_rows", return_value=None):
+        whole, whole_bytes = train(case, options)
+    for found, other, plain in zip(touched, whole, train_plainly(case, 2).gradients, strict=True):
+        assert_same_tensors(found, other, EXACT)
+        torch.testing.assert_close(found, plain)
     table_bytes = ROWS * WIDTH * 4
-    for (gradients, _), (others, _) in zip(touched, whole, strict=True):
-        for found, other, plain in zip(gradients, others, expected, strict=True):
-            assert_same_tensors(found, other, EXACT)
-            for name, gradient in plain.items():
-                torch.testing.assert_close(found[name], gradient)
-    # A rank may hold all of one table, for which the other ranks send.
-    num_bytes, whole_bytes = (sum(sent for _, sent in found) for found in (touched, whole))
     assert whole_bytes > 2 * table_bytes
     if uses_all:
         assert num_bytes > table_bytes

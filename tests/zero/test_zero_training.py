@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, noise, train_boosted, train_plainly
-from driven_runs import assert_same_loop
+from driven_runs import same_loop
 from matrix import matrix, named
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_runtime import collectives, full_gradient
-from booster_testing import expect_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
 
@@ -101,15 +100,12 @@ REPLICATED = {"stage": 2, "replica_size": 2, "bucket_bytes": 300}
 RIGHT_FIRST = partial(Net, left_first=False)
 
 
-def never_syncs(run):
+@same_loop(training("adamw", build=RIGHT_FIRST), Setting(LowLevelZeroPlugin, REPLICATED, 4))
+def test_a_step_averages_over_replicas_what_the_only_backward_did_not(run):
     for step in range(5):
         with run.no_sync():
             run.backward(run.loss(step))
         run.step(max_norm=0.7)
-
-
-def test_a_step_averages_over_replicas_what_the_only_backward_did_not():
-    assert_same_loop(never_syncs, training("adamw", build=RIGHT_FIRST), Setting(LowLevelZeroPlugin, REPLICATED, 4))
 
 
 @on_ranks(2, timeout_seconds=120)
@@ -174,15 +170,6 @@ def test_buckets_follow_backward_after_the_first_step():
     assert num_buckets >= 4
 
 
-def expected_gradients():
-    return train_plainly(training(steps=1, micro_batches=1), dist.get_world_size()).gradients[0]
-
-
-def gradients_of(booster, model):
-    every = {n: full_gradient(booster, model, n) for n, _ in model.unwrap().named_parameters()}
-    return {n: gradient for n, gradient in every.items() if gradient is not None}
-
-
 def order_differs(_step, model, _optimizer):
     model.left_first = not dist.is_initialized() or dist.get_rank() == 0
 
@@ -204,15 +191,13 @@ def test_a_gradient_that_comes_in_parts_unexpectedly_raises():
         model.unwrap().reentrant = True
 
 
-def adds_wrong_group(which):
-    _, model, optimizer = boost()
-    own = which == "taken"
-    optimizer.add_param_group({"params": [model.unwrap().left.weight if own else nn.Parameter(torch.ones(3))]})
-
-
+@on_ranks(2)
 def test_a_group_of_strangers_or_of_what_is_held_is_refused():
-    expect_on_ranks(ConfigError, "is not one of the boosted model's", adds_wrong_group, 2, "strange")
-    expect_on_ranks(ConfigError, "'left.weight' is in a parameter group already", adds_wrong_group, 2, "taken")
+    _, model, optimizer = boost()
+    with pytest.raises(ConfigError, match="is not one of the boosted model's"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(ConfigError, match=r"'left\.weight' is in a parameter group already"):
+        optimizer.add_param_group({"params": [model.unwrap().left.weight]})
 
 
 class Optional(nn.Module):
@@ -227,7 +212,9 @@ class Optional(nn.Module):
         return self.optional(x) if use_optional else x
 
 
-def uses_a_layer_now_and_then(run):
+@pytest.mark.parametrize("options", [{}, {"stage": 2, "bucket_bytes": 1}], ids=["stage 1", "stage 2"])
+@same_loop(Case(build=Optional, batch=noise(5, 4)), lambda options: Setting(LowLevelZeroPlugin, options, 1))
+def test_gradients_of_one_rank_are_added_as_they_come(run):
     for step in range(3):
         run.backward(run.loss(5 * step, use_optional=step != 1))
         run.optimizer.zero_grad(set_to_none=False)
@@ -235,12 +222,6 @@ def uses_a_layer_now_and_then(run):
             with run.no_sync() if micro % 2 else contextlib.nullcontext():
                 run.backward(run.loss(5 * step + micro, use_optional=step != 1 and micro in (1, 4)))
         run.step(max_norm=0.5)
-
-
-@pytest.mark.parametrize("options", [{}, {"stage": 2, "bucket_bytes": 1}], ids=["stage 1", "stage 2"])
-def test_gradients_of_one_rank_are_added_as_they_come(options):
-    case = Case(build=Optional, batch=noise(5, 4))
-    assert_same_loop(uses_a_layer_now_and_then, case, Setting(LowLevelZeroPlugin, options, 1))
 
 
 @on_ranks(1)
@@ -254,18 +235,16 @@ def test_narrow_gradients_of_one_rank_add_up_in_the_format_of_the_masters():
     assert full_gradient(booster, model, "weight").item() == 257.0  # which bf16 has not
 
 
-def strict_about_unused():
+@on_ranks(2)
+def test_unused_parameters_can_be_forbidden():
     booster = Booster(plugin=LowLevelZeroPlugin(unused="raise"))
     net = Optional()
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     booster.backward(model(torch.ones(5, 4), dist.get_rank() == 1).sum(), optimizer)
-    optimizer.step()
-
-
-def test_unused_parameters_can_be_forbidden():
-    errors = expect_on_ranks(GradientError, "took no part in backward", strict_about_unused, 2)
+    with pytest.raises(GradientError, match="took no part in backward") as caught:
+        optimizer.step()
     unused = "rank 0: 'optional.weight', 'optional.bias', 'never.weight', 'never.bias'; rank 1: 'never.weight'"
-    assert all(unused in str(error) for error in errors)
+    assert unused in str(caught.value)
 
 
 # ---- the manners of torch
@@ -290,23 +269,23 @@ def test_the_plugin_clips_each_step_where_told_to(closure):
     assert_same_tensors(model.state_dict(), train_plainly(case, dist.get_world_size()).parameters, CLOSE)
 
 
-def plain_sgd(lr, model):
-    return torch.optim.SGD(model.parameters(), lr=lr)
-
-
 @on_ranks(2)
 def test_gradients_may_travel_in_bf16():
     booster, model, optimizer = boost({"communication_dtype": "bf16"})
     backward(booster, model, optimizer)
-    assert_same_tensors(gradients_of(booster, model), expected_gradients(), tolerance_for(torch.bfloat16))
-    assert any(not torch.equal(g, expected_gradients()[n]) for n, g in gradients_of(booster, model).items())
+    found = {name: full_gradient(booster, model, name) for name, _ in model.unwrap().named_parameters()}
+    expected = train_plainly(training(steps=1, micro_batches=1), dist.get_world_size()).gradients[0]
+    assert_same_tensors(found, expected, tolerance_for(torch.bfloat16))
+    assert any(not torch.equal(gradient, expected[name]) for name, gradient in found.items())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @on_ranks(2)
 def test_every_write_between_steps_is_kept(precision):
     """Write parameters through ``.data``, which raises no version, between steps of size zero."""
-    booster, model, optimizer = boost({}, precision, optimizer=partial(plain_sgd, 0.0))
+    booster, model, optimizer = boost(
+        {}, precision, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0)
+    )
     parameters = [*model.unwrap().parameters()]
     expected = [parameter.detach().clone() for parameter in parameters]
     for step in range(4):
@@ -320,21 +299,18 @@ def test_every_write_between_steps_is_kept(precision):
     assert all(map(torch.equal, parameters, expected))
 
 
-def stepped_before(kind, model):
-    """Return an optimizer with names of the user's, and state from a step in one process."""
-    optimizer = kind(list(model.named_parameters()), lr=0.01)
-    model(rows(0, 5)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
-def has_all_names(_booster, _model, optimizer):
-    (held,) = optimizer.param_groups
-    return len(held["param_names"]) == len(held["params"])
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+@on_ranks(2)
 def test_state_made_before_boost_moves_to_the_layout_of_the_first_step(kind):
-    case = training(optimizer=partial(stepped_before, kind), steps=3, micro_batches=1)
-    assert all(assert_parity(case, {}, tell=has_all_names))
+    def stepped_before(model):
+        optimizer = kind(list(model.named_parameters()), lr=0.01)
+        model(rows(0, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    def has_all_names(_booster, _model, optimizer):
+        (held,) = optimizer.param_groups
+        return len(held["param_names"]) == len(held["params"])
+
+    assert all(assert_parity(training(optimizer=stepped_before, steps=3, micro_batches=1), {}, tell=has_all_names))
