@@ -304,6 +304,9 @@ def train_boosted(case, setting, tell=None, checkpoint=None, then=None):
 def assert_equals_one_process(case, setting, *, parts=1, tell=None, checkpoint=None, then=None):
     """Assert that ranks train as one process does: each step's loss, gradients and norm, and the parameters after them.
 
+    A test that ranks call (`ranked.on_ranks`) may have functions and classes of its own in the case. All of them call
+    this then.
+
     Args:
         case: What is trained.
         setting: Under what.
@@ -315,7 +318,12 @@ def assert_equals_one_process(case, setting, *, parts=1, tell=None, checkpoint=N
     Returns:
         What each rank told.
     """
-    results = run_on_ranks(train_boosted, setting.num_ranks, case, setting, tell, checkpoint, then, timeout_seconds=120)
+    given = (case, setting, tell, checkpoint, then)
+    if dist.is_initialized():
+        results = [None] * setting.num_ranks
+        dist.all_gather_object(results, train_boosted(*given))
+    else:
+        results = run_on_ranks(train_boosted, setting.num_ranks, *given, timeout_seconds=120)
     expected = train_plainly(case, results[0].num_replicas, parts)
     for result in results:
         assert_same_training(result.trained, expected, case)
