@@ -122,38 +122,37 @@ def test_second_derivatives_are_refused():
     torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
-class Odd(Mixture):
-    def forward(self, x):
-        scores, chosen = self.router(x).softmax(-1).topk(TOP_K, -1)
-        return self.experts(x, chosen[:, 0], scores)
-
-
 @raises_on_ranks(
     ConfigError, r"The experts 'experts' were called with \(5, 8\), \(5,\), \(5, 2\).*`ep_size=1` for this model", 2
 )
 def test_experts_that_are_called_otherwise_raise():
+    class Odd(Mixture):
+        def forward(self, x):
+            scores, chosen = self.router(x).softmax(-1).topk(TOP_K, -1)
+            return self.experts(x, chosen[:, 0], scores)
+
     torch.manual_seed(5)
     boost(Odd().double())(states(0, 0))
-
-
-class Branching(nn.Module):
-    """The first rank skips a layer before experts: its gradients come later than the other's, or not at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        self.mixture = Mixture()
-        self.after = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-
-    def forward(self, x, skips):
-        x = self.mixture(self.blocks(x))
-        return x if skips else self.after(x)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @on_ranks(2)
 def test_reductions_do_not_wait_for_ranks_that_wait_for_tokens(overlap):
     """Each parameter has a bucket of its own; the ones of the layer that a rank skips hold up all others there."""
+
+    class Branching(nn.Module):
+        """The first rank skips a layer before experts: its gradients come later than the other's, or not at all."""
+
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+            self.mixture = Mixture()
+            self.after = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+        def forward(self, x, skips):
+            x = self.mixture(self.blocks(x))
+            return x if skips else self.after(x)
+
     zero = ZeroConfig(stage=2, bucket_bytes=4, overlap_communication=overlap)
     torch.manual_seed(5)
     model = Branching()
