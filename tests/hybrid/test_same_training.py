@@ -95,38 +95,40 @@ def test_a_first_forward_in_inference_mode_changes_nothing(options):
     assert_same_tensors(*found, EXACT)
 
 
-def penalize(names, options, begins_at=0):
-    booster, boosted, model, tokens = boost({**TENSOR, **options})
-    for index in range(begins_at + 1):
-        step(booster, boosted, tokens, sum(model.get_parameter(name).norm() for name in names) * (index == begins_at))
-
-
 @pytest.mark.parametrize("begins_at", [0, 2])
+@on_ranks(2)
 def test_a_penalty_on_a_part_of_a_parameter_raises(begins_at):
-    message = r"reads parameter 'transformer\.h\.0\.attn\.c_proj\.weight' outside .*`weight_decay`"
+    def penalize(names, **options):
+        booster, boosted, model, tokens = boost({**TENSOR, **options})
+        for _ in range(begins_at):
+            step(booster, boosted, tokens)
+        step(booster, boosted, tokens, sum(model.get_parameter(name).norm() for name in names))
+
     names = ["transformer.wte.weight", "transformer.h.0.attn.c_proj.weight"]
-    expect_on_ranks(ConfigError, message, penalize, 2, names, {}, begins_at)
-    run_on_ranks(penalize, 2, names[:1], {}, begins_at)
-    run_on_ranks(penalize, 2, names, {"unchecked": "allow"}, begins_at)
+    penalize(names[:1])
+    penalize(names, unchecked="allow")
+    message = r"reads parameter 'transformer\.h\.0\.attn\.c_proj\.weight' outside .*`weight_decay`"
+    with pytest.raises(ConfigError, match=message):
+        penalize(names)
 
 
-def penalize_in_criterion(name, begins_at):
-    booster, boosted, model, tokens = boost({**TENSOR, "pp_size": 2})
-    for index in range(begins_at + 1):
-
-        def criterion(outputs, _, index=index):
-            loss = outputs.square().mean()
-            return loss + 0.1 * model.get_parameter(name).norm() if index == begins_at else loss
-
-        booster.execute_pipeline(iter([{"tokens": tokens}]), boosted.model, criterion, boosted.optimizer)
-        boosted.optimizer.step()
-        boosted.optimizer.zero_grad()
-
-
+@on_ranks(4)
 def test_a_penalty_in_the_criterion_of_a_pipeline_raises():
-    message = r"reads parameter 'transformer\.h\.1\.attn\.c_proj\.weight' outside"
-    expect_on_ranks(ConfigError, message, penalize_in_criterion, 4, "transformer.h.1.attn.c_proj.weight", 1)
-    run_on_ranks(penalize_in_criterion, 4, "transformer.h.1.ln_1.weight", 1)
+    def penalize(name):
+        booster, boosted, model, tokens = boost({**TENSOR, "pp_size": 2})
+        for strength in (0.0, 0.1):
+
+            def criterion(outputs, _, strength=strength):
+                loss = outputs.square().mean()
+                return loss + strength * model.get_parameter(name).norm() if strength else loss
+
+            booster.execute_pipeline(iter([{"tokens": tokens}]), boosted.model, criterion, boosted.optimizer)
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
+
+    penalize("transformer.h.1.ln_1.weight")
+    with pytest.raises(ConfigError, match=r"reads parameter 'transformer\.h\.1\.attn\.c_proj\.weight' outside"):
+        penalize("transformer.h.1.attn.c_proj.weight")
 
 
 PART_OF_TABLE = r"reads parameter '(tokens|lm_head)\.weight' outside of the layer .*`linear_cross_entropy`"
@@ -223,16 +225,14 @@ def test_dropout_by_a_function_keeps_ranks_alike(options, begins_at, is_seeded):
         assert torch.equal(value, second[name]), name
 
 
-def outputs_without_graph():
+@on_ranks(2)
+def test_dropout_keeps_ranks_alike_without_gradients():
     _, boosted, _, tokens = boost(TENSOR, probability=0.3)
     torch.manual_seed(7 + dist.get_rank())
+    found = [None, None]
     with torch.no_grad():
-        return boosted.model(tokens)
-
-
-def test_dropout_keeps_ranks_alike_without_gradients():
-    first, second = run_on_ranks(outputs_without_graph, 2)
-    assert torch.equal(first, second)
+        dist.all_gather_object(found, boosted.model(tokens))
+    assert torch.equal(*found)
 
 
 def test_dropout_that_begins_later_raises_where_ranks_draw_apart():
