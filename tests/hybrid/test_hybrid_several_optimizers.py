@@ -4,6 +4,7 @@ Compared with plain torch in one process. Muon updates whole matrices, which com
 """
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -24,10 +25,6 @@ def gpt(layers=2):
     return FusedGPT(Config(n_layer=layers)).double()
 
 
-def deep_gpt():
-    return gpt(4)
-
-
 def llama_batch(number, replica):
     return {"input_ids": torch.randint(66, (4, 17), generator=torch.Generator().manual_seed(10 * number + replica))}
 
@@ -41,10 +38,6 @@ def llama(**settings):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 24}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=66, **{**sizes, **heads, **settings})).double()
-
-
-def tied_llama():
-    return llama(tie_word_embeddings=True, num_hidden_layers=3)
 
 
 def matrices_of(model):
@@ -81,7 +74,7 @@ MESHES = {
     "pp": (GPT, Setting(with_policy, OF_PIPELINE)),
     "pp zero-1": (GPT, Setting(with_policy, {**OF_PIPELINE, "zero_stage": 1}, 4)),
     "tp pp": (
-        replace(GPT, build=deep_gpt),
+        replace(GPT, build=partial(gpt, 4)),
         Setting(with_policy, {**OF_PIPELINE, "tp_size": 2, "pp_style": "zbv"}, 4),
     ),
     "zero-3": (GPT, Setting(HybridParallelPlugin, {"zero_stage": 3})),
@@ -107,24 +100,24 @@ def test_norms_and_factors_are_those_of_whole_parameters(tmp_path):
 
 
 def test_copies_on_stages_that_have_other_matrices_each_are_owned_by_the_same_ranks():
-    case = replace(LLAMA, build=tied_llama, optimizer=adafactor, max_norm=None, steps=2)
+    tied = partial(llama, tie_word_embeddings=True, num_hidden_layers=3)
+    case = replace(LLAMA, build=tied, optimizer=adafactor, max_norm=None, steps=2)
     assert_equals_one_process(case, Setting(HybridParallelPlugin, {**OF_PIPELINE, "zero_stage": 1}, 4))
-
-
-class Failing(torch.optim.Muon):
-    """Runs out of memory, from some time on."""
-
-    fails = False
-
-    def step(self, closure=None):
-        if self.fails:
-            msg = "no memory is left"
-            raise RuntimeError(msg)
-        return super().step(closure)
 
 
 @on_ranks(2)
 def test_a_step_that_fails_on_one_rank_raises_on_all_and_leaves_groups_as_they_were():
+    class Failing(torch.optim.Muon):
+        """Runs out of memory, from some time on."""
+
+        fails = False
+
+        def step(self, closure=None):
+            if self.fails:
+                msg = "no memory is left"
+                raise RuntimeError(msg)
+            return super().step(closure)
+
     model = gpt()
     booster = Setting(with_policy, {"tp_size": 2}).make_booster()
     model, optimizer, *_ = booster.boost(model, Failing(matrices_of(model)))
