@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from forked_scripts import torchrun_variables
+from hybrid_runs import boosted
 from matrix import matrix, named
 from model_zoo import get_model
 from ranked import on_ranks, raises_on_ranks
@@ -20,13 +21,6 @@ from booster_testing.models import tiny_llama
 def llama():
     torch.manual_seed(3)
     return tiny_llama(num_hidden_layers=4)
-
-
-def boosted(**options):
-    booster = Booster(plugin=HybridParallelPlugin(**{"pp_size": 2, **options}))
-    model = llama()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return booster, model, optimizer
 
 
 def batch():
@@ -70,14 +64,14 @@ def ended(outputs, _):
 )
 @on_ranks(4)
 def test_an_error_in_the_criterion_raises_on_every_rank(criterion, kind, message, options):
-    booster, model, optimizer = boosted(**options)
+    booster, model, optimizer = boosted(llama(), pp_size=2, **options)
     with pytest.raises(kind, match=message):
         booster.execute_pipeline(iter([batch()]), model, criterion, optimizer)
 
 
 @raises_on_ranks(ConfigError, r"`full_gradient`.*take the names from the model before `boost`", 2)
 def test_ranks_that_ask_for_gradients_of_their_own_stages_raise():
-    booster, model, _ = boosted()
+    booster, model, _ = boosted(llama(), pp_size=2)
     for name, _ in model.unwrap().named_parameters():
         full_gradient(booster, model, name)
 
@@ -139,15 +133,14 @@ def test_activations_that_cannot_be_sent_are_named_on_every_rank():
             return self.layers[1](x).flatten(1)
 
     example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.ones(2, 4)}
-    booster, model = Booster(plugin=HybridParallelPlugin(pp_size=2, **example)), Deep()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(Deep(), pp_size=2, **example)
     booster.execute_pipeline(iter([torch.ones(4, 4)]), model, lambda outputs, _: outputs.mean(), optimizer)
 
 
 @pytest.mark.parametrize("way", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 @raises_on_ranks((ConfigError, AbsentValueError), "execute_pipeline", 2)
 def test_calling_the_model_or_backward_is_refused_in_a_pipeline(way):
-    booster, model, optimizer = boosted()
+    booster, model, optimizer = boosted(llama(), pp_size=2)
     if way == "forward":
         model(**batch())
     booster.backward(next(model.parameters()).sum(), optimizer)
@@ -155,7 +148,7 @@ def test_calling_the_model_or_backward_is_refused_in_a_pipeline(way):
 
 @on_ranks(2)
 def test_fewer_microbatches_than_stages_train_with_a_warning():
-    booster, model, optimizer = boosted(num_microbatches=1)
+    booster, model, optimizer = boosted(llama(), pp_size=2, num_microbatches=1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -183,7 +176,7 @@ def test_a_pipeline_without_an_optimizer_evaluates_and_does_not_train():
 
 @on_ranks(2)
 def test_parameters_of_other_stages_are_found_by_name_and_raise_where_they_are_read():
-    _, model, _ = boosted()
+    _, model, _ = boosted(llama(), pp_size=2)
     rank = torch.distributed.get_rank()
     names = ["model.embed_tokens.weight", "lm_head.weight"]
     assert model.get_parameter(names[rank]).norm() > 0

@@ -4,15 +4,14 @@ import weakref
 
 import pytest
 import torch
+from hybrid_runs import boosted
 from matrix import matrix
 from model_zoo import get_model
 from ranked import raises_on_ranks
 from residual_stack import Stack
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
 from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
@@ -70,15 +69,8 @@ def train(options):
     model = Stack()
     model.layers = nn.ModuleList(Layer(kept) for _ in range(8))
     batch = {"x": torch.ones(MICROBATCHES, 2, 4)}
-    plugin = HybridParallelPlugin(
-        pp_size=2,
-        num_microbatches=MICROBATCHES,
-        custom_policy=ShardingPolicy(layers=("layers",)),
-        example_batch=batch,
-        **options,
-    )
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": batch}
+    booster, model, optimizer = boosted(model, pp_size=2, num_microbatches=MICROBATCHES, **example, **options)
     kept.live = kept.peak = 0
     torch.manual_seed(7)
     booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.square().mean(), optimizer)
@@ -117,8 +109,6 @@ def test_kept_activations_match_schedule_and_checkpoint_ratio(ratio, style, expe
 
 @raises_on_ranks(ConfigError, r"'model\.layers\.0' is checkpointed by the model itself", 2)
 def test_checkpoint_ratio_is_refused_with_gradient_checkpointing():
-    options = {"checkpoint_ratio": (1.0, 0.0)}
     model = get_model("transformers/llama").seeded()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    plugin = HybridParallelPlugin(pp_size=2, **options)
-    Booster("cpu", plugin=plugin).boost(model)
+    boosted(model, pp_size=2, checkpoint_ratio=(1.0, 0.0))

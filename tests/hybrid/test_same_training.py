@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from handwritten_gpts import Config, FusedBlock, FusedGPT, policy
+from hybrid_runs import RING, SPLIT_GATHER
 from ranked import on_ranks, raises_on_ranks
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -21,8 +22,6 @@ from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
 
 TENSOR = {"tp_size": 2}
-GATHERED = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
-RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
 
 
 class Block(FusedBlock):
@@ -63,7 +62,7 @@ def step(booster, boosted, tokens, penalty=0.0):
     boosted.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("options", [TENSOR, GATHERED, RING], ids=["tp", "split_gather", "ring"])
+@pytest.mark.parametrize("options", [TENSOR, SPLIT_GATHER, RING], ids=["tp", "split_gather", "ring"])
 @raises_on_ranks(ConfigError, r"'transformer\.h\.1\.ln_1\.weight' is frozen on rank 0 and trained on rank 1", 2)
 def test_what_is_frozen_on_one_rank_alone_raises_on_both(options):
     booster, boosted, model, tokens = boost(options)
@@ -74,13 +73,13 @@ def test_what_is_frozen_on_one_rank_alone_raises_on_both(options):
 
 @on_ranks(2)
 def test_what_is_frozen_and_thawed_on_all_ranks_trains():
-    booster, boosted, model, tokens = boost(GATHERED)
+    booster, boosted, model, tokens = boost(SPLIT_GATHER)
     for is_frozen in (True, False):
         model.transformer.h[1].ln_1.requires_grad_(not is_frozen)
         step(booster, boosted, tokens)
 
 
-@pytest.mark.parametrize("options", [TENSOR, GATHERED, RING], ids=["tp", "split_gather", "ring"])
+@pytest.mark.parametrize("options", [TENSOR, SPLIT_GATHER, RING], ids=["tp", "split_gather", "ring"])
 @on_ranks(2)
 def test_a_first_forward_in_inference_mode_changes_nothing(options):
     """Return the parameters after a step, with and without a first forward in inference mode."""
@@ -161,10 +160,9 @@ OF_COPIES = {
 @on_ranks(2)
 def test_a_heads_table_is_read_by_the_head_alone(stage):
     """Train through the head, call it, and read its table by functions, with and without gradients."""
-    options = {"zero_stage": stage}
     torch.manual_seed(0)
     model = tiny_llama()
-    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, **options))
+    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, zero_stage=stage))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     tokens = torch.arange(24).view(2, 12) % 16
     for _ in range(2):
@@ -216,7 +214,7 @@ def drop(options, begins_at, is_seeded):
 
 @pytest.mark.parametrize(
     ("options", "begins_at", "is_seeded"),
-    [(TENSOR, 0, False), (TENSOR, 1, True), (GATHERED, 0, False)],
+    [(TENSOR, 0, False), (TENSOR, 1, True), (SPLIT_GATHER, 0, False)],
     ids=["tp", "tp-later", "split_gather"],
 )
 def test_dropout_by_a_function_keeps_ranks_alike(options, begins_at, is_seeded):

@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, train_boosted
+from hybrid_runs import RING, boosted
 from matrix import matrix
 from model_zoo import get_model
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_runtime import enable_activation_checkpointing
@@ -121,18 +121,16 @@ def make(kind, model_class=Model, form=None):
     return model_class(kind, form).double()
 
 
-EXAMPLE = {"example_batch": torch.arange(60).view(3, 20) % 32}
+POLICY = ShardingPolicy(layers=("blocks",))
+EXAMPLE = {"custom_policy": POLICY, "example_batch": torch.arange(60).view(3, 20) % 32}
 
 
-def setting_of(mode, **options):
-    policy = ShardingPolicy(layers=("blocks",))
-    asked = {"sp_size": 2, "sequence_parallelism_mode": mode, "custom_policy": policy}
-    return Setting(HybridParallelPlugin, {**asked, **(options or EXAMPLE)})
+def setting_of(mode):
+    return Setting(HybridParallelPlugin, {"sp_size": 2, "sequence_parallelism_mode": mode, **EXAMPLE})
 
 
-def boosted(model, mode, **options):
-    booster = setting_of(mode, **options).make_booster()
-    return booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+def split(model, mode):
+    return boosted(model, sp_size=2, sequence_parallelism_mode=mode, **EXAMPLE)[1]
 
 
 # As many positions as samples, features or heads tell no more than others along which dimension to split.
@@ -184,12 +182,13 @@ def test_layers_that_differ_on_parts_of_a_sequence_are_refused(kind):
 def test_checkpointing_before_boost_is_refused():
     model = make("takes none")
     enable_activation_checkpointing(model, Layer)
-    boosted(model, "ring_attn")
+    split(model, "ring_attn")
 
 
 @on_ranks(2)
 def test_what_no_example_has_shown_is_split_where_its_sizes_tell_how():
-    model, length = boosted(make("takes angles"), "ring_attn", unchecked="allow"), HIDDEN + 2
+    _, model, _ = boosted(make("takes angles"), **RING, custom_policy=POLICY, unchecked="allow")
+    length = HIDDEN + 2
     model(torch.zeros(3, length, dtype=torch.long))
     message = rf"`angles` of 'Layer' has shape \({length}, 2\) with hidden states of {length} samples"
     with pytest.raises(ConfigError, match=message):
@@ -200,7 +199,7 @@ def test_what_no_example_has_shown_is_split_where_its_sizes_tell_how():
     ConfigError, "`angles` of 'Layer' has 20 entries along dimension 0, which runs over the 12 positions", 2
 )
 def test_positions_of_another_number_than_the_hidden_states_have_are_refused():
-    block = boosted(make("takes angles"), "ring_attn").unwrap().blocks[0]
+    block = split(make("takes angles"), "ring_attn").unwrap().blocks[0]
     block(torch.zeros(3, 12, HIDDEN).double(), torch.zeros(20, 2), torch.ones(3, 1, HIDDEN))
 
 
@@ -216,7 +215,7 @@ def test_a_model_that_leaves_out_its_first_or_last_layer_is_refused(mode, index,
         def forward(self, tokens):
             return self.head(self.states(tokens)[-1].mean(1))
 
-    model = boosted(make("takes angles", Skipping), mode)
+    model = split(make("takes angles", Skipping), mode)
     model.unwrap().left_out = index
     with pytest.raises(ConfigError, match=f"Skipping .*{what}"):
         model(torch.zeros(3, 16, dtype=torch.long))
@@ -228,8 +227,7 @@ def test_layerdrop_of_transformers_is_named_in_training(mode):
     def train(layerdrop):
         model = zoo.seeded().train()
         model.model.decoder.layerdrop = layerdrop
-        booster = Booster("cpu", plugin=HybridParallelPlugin(**options, example_batch=batch))
-        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        booster, model, optimizer = boosted(model, **options, example_batch=batch)
         for _ in range(20):
             booster.backward(zoo.loss(model(**batch), batch), optimizer)
 
@@ -251,4 +249,4 @@ def test_a_model_that_returns_what_layers_have_in_between_is_refused():
             states = self.states(tokens)
             return self.head(states[-1]), states[1:2]
 
-    boosted(make("takes angles", Deep), "ring_attn")
+    split(make("takes angles", Deep), "ring_attn")

@@ -19,6 +19,7 @@ from cases import (
     zoo_case,
 )
 from flex_on_cpus import flex_on_cpus
+from hybrid_runs import RING, SPLIT_GATHER, ULYSSES
 from isolated_libraries import import_quietly
 from log_records import Records
 from matrix import matrix, named
@@ -34,11 +35,8 @@ from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
 
-ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
-RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
-SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
 CLOSE = tolerance_for(torch.float32)
-MODES = pytest.mark.parametrize("options", [ULYSSES, RING, SPLIT], ids=["all_to_all", "ring_attn", "split_gather"])
+
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -131,7 +129,7 @@ def packed(number, _replica):
 PACKED = Case(build=partial(build, "window"), batch=packed, steps=2, outputs=True)
 
 
-@MODES
+@pytest.mark.parametrize("options", [ULYSSES, RING, SPLIT_GATHER], ids=["all_to_all", "ring_attn", "split_gather"])
 def test_packed_documents_train_as_separate_ones(options):
     assert_equals_one_process(PACKED, setting_of(options))
 
@@ -154,7 +152,7 @@ def test_packed_documents_train_by_flex_attention(options, size):
 FITTED = {
     "all_to_all": ULYSSES,
     "ring_attn": RING,
-    "split_gather": SPLIT,
+    "split_gather": SPLIT_GATHER,
     "tp": {"tp_size": 2},
     "pp": {"pp_size": 2, "num_microbatches": 2},
     "dp": {"zero_stage": 1},
@@ -221,7 +219,7 @@ def test_balancing_experts_over_parts_of_a_batch_is_refused(options, asked):
 
 
 def test_split_gather_balances_experts_over_the_whole_batch():
-    assert_equals_one_process(mixture("config"), setting_of(SPLIT))
+    assert_equals_one_process(mixture("config"), setting_of(SPLIT_GATHER))
 
 
 class Mixing(torch.nn.Module):

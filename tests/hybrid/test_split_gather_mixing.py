@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, noise, train_boosted
+from hybrid_runs import SPLIT_GATHER
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.nn import functional
@@ -125,8 +126,7 @@ POLICY = ShardingPolicy(
 )
 
 
-SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
-SETTING = Setting(HybridParallelPlugin, {**SPLIT, "custom_policy": POLICY})
+SETTING = Setting(HybridParallelPlugin, {**SPLIT_GATHER, "custom_policy": POLICY})
 
 
 states = noise(2, 5, WIDTH)
@@ -188,5 +188,5 @@ def test_layers_that_no_batch_reaches_have_whole_sequences():
 
     policy = ShardingPolicy(rules=POLICY.rules, layers=("layers", "pictures"))
     example = noise(2, 6, WIDTH)(0, 0)
-    setting = Setting(HybridParallelPlugin, {**SPLIT, "custom_policy": policy, "example_batch": example})
+    setting = Setting(HybridParallelPlugin, {**SPLIT_GATHER, "custom_policy": policy, "example_batch": example})
     assert_equals_one_process(Case(build=Seeing, batch=with_pictures, steps=2), setting)

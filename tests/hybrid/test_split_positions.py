@@ -5,26 +5,18 @@ from functools import partial
 import pytest
 import torch
 from cases import Setting, assert_equals_one_process, itself, own_loss, zoo_case
+from hybrid_runs import RING, SPLIT_GATHER, ULYSSES, boosted
 from matrix import matrix, named
 from model_zoo import get_model
 from ranked import on_ranks
 
-from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin, SplitLogits
 from booster_hybrid.sequence_parallel.loss import ByPositions
 
 NAME = "transformers/llama_tied"
 TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
-ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
-RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
-SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
+
 MODES = pytest.mark.parametrize("options", [ULYSSES, RING], ids=["all_to_all", "ring_attn"])
-
-
-def boosted(options):
-    model = get_model(NAME).seeded()
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
-    return booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1)).model
 
 
 def weighted(logits, tokens):
@@ -66,7 +58,7 @@ def assert_same_losses(name, options, num_ranks=2):
 @matrix(
     ["tuple-all_to_all"],
     name=LOSSES,
-    options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]),
+    options=named([ULYSSES, RING, SPLIT_GATHER], ["all_to_all", "ring_attn", "split_gather"]),
 )
 def test_losses_of_all_kinds_are_those_of_one_process(options, name):
     assert_same_losses(name, options)
@@ -101,7 +93,7 @@ def test_a_model_sees_whole_logits_before_it_takes_its_loss(options):
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @on_ranks(lambda tp_size: 2 * tp_size)
 def test_split_outputs_look_whole(tp_size):
-    model = boosted({**RING, "tp_size": tp_size})
+    _, model, _ = boosted(get_model(NAME).seeded(), **RING, tp_size=tp_size)
     whole = get_model(NAME).seeded()(input_ids=TOKENS).logits
     kept = model(input_ids=TOKENS, labels=TOKENS).logits
     assert isinstance(kept, SplitLogits)
@@ -120,7 +112,8 @@ def test_split_outputs_look_whole(tp_size):
 @MODES
 @on_ranks(2)
 def test_without_labels_the_model_may_be_asked_for_the_last_positions(options):
-    model, whole = boosted(options), get_model(NAME).seeded()
+    _, model, _ = boosted(get_model(NAME).seeded(), **options)
+    whole = get_model(NAME).seeded()
     found = model(input_ids=TOKENS, logits_to_keep=1).logits
     torch.testing.assert_close(found[:], whole(input_ids=TOKENS, logits_to_keep=1).logits)
 
@@ -128,8 +121,7 @@ def test_without_labels_the_model_may_be_asked_for_the_last_positions(options):
 @on_ranks(4)
 def test_a_pipeline_returns_whole_logits():
     """The last stage's ranks have them, put together from its microbatches."""
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**ULYSSES, pp_size=2))
-    model, *_ = booster.boost(get_model(NAME).seeded())
+    booster, model, _ = boosted(get_model(NAME).seeded(), **ULYSSES, pp_size=2)
     batch = {"input_ids": TOKENS, "labels": TOKENS}
     result = booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, return_outputs=True)
     assert (result["outputs"] is not None) == booster.plugin.stage_manager.is_last_stage()

@@ -2,10 +2,9 @@
 
 import torch
 from compiler_warnings import ignore_compiler_warnings
+from hybrid_runs import boosted
 from matrix import matrix
 
-from booster_core import Booster
-from booster_hybrid import HybridParallelPlugin
 from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 
@@ -43,8 +42,7 @@ def train(name, options, penalty, is_frozen, backend=None):
     if backend is not None:
         ignore_compiler_warnings()
         model.model.layers[0].self_attn.k_proj.compile(backend=backend)
-    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, **options))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(model, tp_size=2, **options)
     for each in model.parameters():
         each.requires_grad_(True)
     booster.backward(loss_of(model, penalty), optimizer)
