@@ -16,7 +16,6 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_runtime import linear_cross_entropy
-from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
@@ -217,10 +216,11 @@ def drop(options, begins_at, is_seeded):
     [(TENSOR, 0, False), (TENSOR, 1, True), (SPLIT_GATHER, 0, False)],
     ids=["tp", "tp-later", "split_gather"],
 )
+@on_ranks(2)
 def test_dropout_by_a_function_keeps_ranks_alike(options, begins_at, is_seeded):
-    first, second = run_on_ranks(drop, 2, options, begins_at, is_seeded)
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    found = [None, None]
+    dist.all_gather_object(found, drop(options, begins_at, is_seeded))
+    assert_same_tensors(*found, EXACT)
 
 
 @on_ranks(2)
@@ -233,5 +233,6 @@ def test_dropout_keeps_ranks_alike_without_gradients():
     assert torch.equal(*found)
 
 
+@raises_on_ranks(ConfigError, "has begun to draw random numbers", 2)
 def test_dropout_that_begins_later_raises_where_ranks_draw_apart():
-    expect_on_ranks(ConfigError, "has begun to draw random numbers", drop, 2, TENSOR, 1, False)
+    drop(TENSOR, begins_at=1, is_seeded=False)
