@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from hybrid_runs import RING, SPLIT_GATHER, ULYSSES
 from matrix import matrix
 from ranked import on_ranks, raises_on_ranks
 from t5_sequences import REFUSED as T5_REFUSED
@@ -13,25 +14,18 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_testing.models import tiny_llama
 
 PROMPT = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3]])
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 DRAWN = {"max_new_tokens": 12, "do_sample": True, "pad_token_id": 0}
-SETTINGS = {
-    "tp2": {"tp_size": 2},
-    "split_gather": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
-    "ulysses": {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
-    "ring": {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
-}
+SETTINGS = {"tp2": {"tp_size": 2}, "split_gather": SPLIT_GATHER, "ulysses": ULYSSES, "ring": RING}
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 128}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, eos_token_id=1)
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(**sizes, initializer_range=0.3, eos_token_id=1, use_cache=True).eval()
 
 
 def boosted(options, model=None):

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, recompute
+from hybrid_runs import RING, ULYSSES
 from matrix import matrix, named
 from model_zoo import ZOO
 from model_zoo.registry import in_double
-from model_zoo.transformers_build import from_config
 from model_zoo.transformers_heads import HEADS
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
@@ -34,10 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 SAMPLES = 4
 IN_DOUBLE = Tolerance(relative=1e-5, reason="transformers' losses are taken in fp32, and some steps follow")
-DEEP = "transformers/llama of four layers"
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-BUILD = from_config("LlamaConfig", "LlamaForCausalLM", vocab_size=64, num_hidden_layers=4, use_cache=False, **SIZES)
-MODELS = {**ZOO, **HEADS, DEEP: replace(ZOO["transformers/llama"], build=BUILD)}
+MODELS = {**ZOO, **HEADS}
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS = {
     "transformers/llama": LLAMA,
@@ -114,9 +111,9 @@ MESHES = {
     "tp2dp2zero2": (4, {**TP2, "zero_stage": 2}),
     "tp2dp2zero3": (4, {**TP2, "zero_stage": 3}),
     "split_gather": (2, {**TP2, "sequence_parallelism_mode": "split_gather"}),
-    "all_to_all": (2, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
-    "ring_attn": (2, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
-    "ring_attn-tp2": (4, {**TP2, "sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
+    "all_to_all": (2, ULYSSES),
+    "ring_attn": (2, RING),
+    "ring_attn-tp2": (4, {**TP2, **RING}),
 }
 SPLIT_POSITIONS = ("split_gather", "all_to_all", "ring_attn", "ring_attn-tp2")
 REFUSED = {

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import decayed, train_boosted, zoo_case
+from hybrid_runs import RING
 from isolated_libraries import import_quietly
 from matrix import matrix, named
 from model_parity import MODELS, NAMES, parity_setting
@@ -85,7 +86,7 @@ STEPS = {
     "pp-zero3": ({"pp_size": 2, "zero_stage": 3}, None),
     "zbv-zero2-bf16": ({"pp_size": 2, "zero_stage": 2, "pp_style": "zbv"}, "bf16"),
     "interleaved-fp16": ({"pp_size": 2, "pp_style": "interleaved"}, "fp16"),
-    "ring-zero1": ({"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "zero_stage": 1}, None),
+    "ring-zero1": ({**RING, "zero_stage": 1}, None),
     "offloaded-bf16": ({"tp_size": 2, "zero_stage": 1, "cpu_offload": True}, "bf16"),
 }
 

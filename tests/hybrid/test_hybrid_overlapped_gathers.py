@@ -5,6 +5,7 @@ In these tests a gather hides what it brings: other ranks' parts of a bucket are
 
 import pytest
 import torch
+from hybrid_runs import SPLIT_GATHER
 from late_gathers import hidden_until_waited_for
 from model_zoo import get_model
 from ranked import on_ranks
@@ -19,7 +20,7 @@ from booster_zero import ZeroConfig
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("llama_tied", {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}),
+        ("llama_tied", SPLIT_GATHER),
         pytest.param("t5_generation", {"tp_size": 2}, marks=pytest.mark.slow),
         pytest.param("llama", {"pp_size": 2}, marks=pytest.mark.slow),
     ],

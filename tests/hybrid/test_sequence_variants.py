@@ -19,7 +19,7 @@ from cases import (
     zoo_case,
 )
 from flex_on_cpus import flex_on_cpus
-from hybrid_runs import RING, SPLIT_GATHER, ULYSSES
+from hybrid_runs import MODES, RING, SPLIT_GATHER, ULYSSES, padded_text
 from isolated_libraries import import_quietly
 from log_records import Records
 from matrix import matrix, named
@@ -87,26 +87,11 @@ def setting_of(options, num_ranks=2):
     return Setting(HybridParallelPlugin, {**options, "custom_policy": policy}, num_ranks)
 
 
-def batch_of(length, padding):
-    generator = torch.Generator().manual_seed(length)
-    tokens = torch.randint(3, 64, (4, length), generator=generator)
-    batch = {"input_ids": tokens, "labels": tokens.clone()}
-    if padding is not None:
-        batch["attention_mask"] = torch.ones_like(tokens)
-        for sample in range(4):
-            hidden = sample % 3
-            unseen = slice(length - hidden, None) if padding == "right" else slice(0, hidden)
-            batch["attention_mask"][sample, unseen] = 0
-            # nor what is predicted from what sees nothing
-            batch["labels"][sample, unseen if padding == "right" else slice(0, hidden + 1)] = -100
-    return batch
-
-
 LENGTHS = ((8, None), (9, "right"), (7, "left"), (2, None))
 
 
 def of_lengths(number, _replica):
-    return batch_of(*LENGTHS[number])
+    return padded_text(number, *LENGTHS[number])
 
 
 @matrix(
@@ -121,7 +106,7 @@ def test_attention_variants_work_on_split_sequences(variant, options):
 
 def packed(number, _replica):
     """Return documents after each other in one row, which see only themselves."""
-    batch = batch_of(12 + number, None)
+    batch = padded_text(number, 12 + number)
     batch["labels"][:, 5] = -100  # the first of a document is nobody's next
     return {**batch, "position_ids": torch.cat([torch.arange(5), torch.arange(7 + number)]).expand(4, -1)}
 
@@ -129,7 +114,7 @@ def packed(number, _replica):
 PACKED = Case(build=partial(build, "window"), batch=packed, steps=2, outputs=True)
 
 
-@pytest.mark.parametrize("options", [ULYSSES, RING, SPLIT_GATHER], ids=["all_to_all", "ring_attn", "split_gather"])
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_packed_documents_train_as_separate_ones(options):
     assert_equals_one_process(PACKED, setting_of(options))
 
@@ -205,7 +190,7 @@ def mixtral(asked):
 
 
 def routed(asked, _number, _replica):
-    return {**batch_of(8, "right"), **({"output_router_logits": True} if asked == "call" else {})}
+    return {**padded_text(0, 8, "right"), **({"output_router_logits": True} if asked == "call" else {})}
 
 
 def mixture(asked):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from cases import Setting, assert_equals_one_process, itself, own_loss, zoo_case
-from hybrid_runs import RING, SPLIT_GATHER, ULYSSES, boosted
+from hybrid_runs import MODES, RING, ULYSSES, boosted
 from matrix import matrix, named
 from model_zoo import get_model
 from ranked import on_ranks
@@ -15,8 +15,6 @@ from booster_hybrid.sequence_parallel.loss import ByPositions
 
 NAME = "transformers/llama_tied"
 TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
-
-MODES = pytest.mark.parametrize("options", [ULYSSES, RING], ids=["all_to_all", "ring_attn"])
 
 
 def weighted(logits, tokens):
@@ -58,7 +56,7 @@ def assert_same_losses(name, options, num_ranks=2):
 @matrix(
     ["tuple-all_to_all"],
     name=LOSSES,
-    options=named([ULYSSES, RING, SPLIT_GATHER], ["all_to_all", "ring_attn", "split_gather"]),
+    options=named(MODES.values(), MODES),
 )
 def test_losses_of_all_kinds_are_those_of_one_process(options, name):
     assert_same_losses(name, options)
@@ -69,7 +67,7 @@ def test_positions_and_vocabulary_may_be_split_at_once(name):
     assert_same_losses(name, {**RING, "tp_size": 2}, 4)
 
 
-@MODES
+@pytest.mark.parametrize("options", [ULYSSES, RING], ids=["all_to_all", "ring_attn"])
 @on_ranks(2)
 def test_a_model_sees_whole_logits_before_it_takes_its_loss(options):
     """Add to a model's loss what its last and its first positions predict most surely."""
@@ -109,7 +107,7 @@ def test_split_outputs_look_whole(tp_size):
     assert isinstance(kept.local(), SplitLogits) == (tp_size == 2)
 
 
-@MODES
+@pytest.mark.parametrize("options", [ULYSSES, RING], ids=["all_to_all", "ring_attn"])
 @on_ranks(2)
 def test_without_labels_the_model_may_be_asked_for_the_last_positions(options):
     _, model, _ = boosted(get_model(NAME).seeded(), **options)
