@@ -6,14 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, in_fp64, noise, own_loss, train_boosted
+from cases import Case, assert_equals_one_process, in_fp64, noise, own_loss, train_boosted
+from hybrid_runs import stages
 from ranked import on_ranks, raises_on_ranks
 from stages_in_process import cut, run
 from torch import nn
 
 from booster_core.errors import BoosterError, ConfigError
-from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.policy.base import ShardingPolicy
 from booster_testing import expect_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
@@ -107,9 +106,7 @@ class Listed(Base):
 rows = noise(4, 4, dtype=torch.float64)
 
 
-def stages(pp_size=2):
-    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": rows(0, 0)[:2]}
-    return Setting(HybridParallelPlugin, {"pp_size": pp_size, **example}, pp_size)
+EXAMPLE = rows(0, 0)[:2]
 
 
 def case_of(kind, **changes):
@@ -140,12 +137,12 @@ class AsksForAFormat(Base):
 
 @pytest.mark.parametrize("kind", [FirstInLastDetached, AsksForAFormat])
 def test_values_that_pass_over_stages_train_as_one_process(kind):
-    assert_equals_one_process(case_of(kind), stages(4))
+    assert_equals_one_process(case_of(kind), stages(EXAMPLE, 4))
 
 
 def cut_at_boost(kind, pp_size=2):
     """Look at a model as `boost` does, which lets all ranks raise what one of them finds."""
-    cut(in_fp64(kind), rows(0, 0)[:2], pp_size=pp_size)
+    cut(in_fp64(kind), EXAMPLE, pp_size=pp_size)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +154,7 @@ def cut_at_boost(kind, pp_size=2):
 )
 def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
     message = rf"can't be cut before its layer 'layers\.2': {message}"
-    expect_on_ranks(ConfigError, message, train_boosted, 2, case_of(kind), stages())
+    expect_on_ranks(ConfigError, message, train_boosted, 2, case_of(kind), stages(EXAMPLE))
 
 
 def test_layers_that_return_containers_are_refused():
@@ -289,7 +286,7 @@ def test_writes_to_what_a_stage_receives_are_refused_at_boost(kind, message):
     ConfigError, "The forward writes in place to a parameter or value that the backward of another microbatch", 2
 )
 def test_writes_to_what_another_microbatch_needs_for_backward_raise_on_every_rank():
-    train_boosted(case_of(LayersClampThemselves), stages())
+    train_boosted(case_of(LayersClampThemselves), stages(EXAMPLE))
 
 
 def test_a_dry_run_on_real_numbers_writes_to_no_parameter():
@@ -304,14 +301,14 @@ def test_a_dry_run_on_real_numbers_writes_to_no_parameter():
 
     model = in_fp64(ClampsLayers)
     before = {name: value.clone() for name, value in model.named_parameters()}
-    cut(model, rows(0, 0)[:2])  # which reads a value
+    cut(model, EXAMPLE)  # which reads a value
     for name, value in model.named_parameters():
         assert torch.equal(value, before[name]), name
 
 
 @pytest.mark.parametrize("kind", [InnerLayerChangesInput, ChangesADetachedArgument])
 def test_writes_within_a_stage_train_as_one_process(kind):
-    assert_equals_one_process(case_of(kind), stages())
+    assert_equals_one_process(case_of(kind), stages(EXAMPLE))
 
 
 @pytest.mark.parametrize("kind", [LayersChangeInputs, LayersClampThemselves])
@@ -321,7 +318,7 @@ def test_forwards_may_write_to_what_only_backward_uses_if_nothing_is_trained(kin
     torch.manual_seed(3)
     whole = in_fp64(kind).eval()
     torch.manual_seed(3)
-    booster = stages().make_booster()
+    booster = stages(EXAMPLE).make_booster()
     model, *_ = booster.boost(in_fp64(kind).eval())
     x = rows(0, 0)
     result = booster.execute_pipeline(iter([x]), model, own_loss, return_outputs=True)
@@ -343,4 +340,4 @@ def test_a_forward_that_goes_through_all_parameters_does_not_leave_out_those_of_
     def penalize(_step, model, _optimizer):
         model.is_penalized = True
 
-    train_boosted(case_of(PenalizesAllParameters, before_step=penalize), stages())
+    train_boosted(case_of(PenalizesAllParameters, before_step=penalize), stages(EXAMPLE))
