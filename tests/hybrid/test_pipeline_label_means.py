@@ -5,13 +5,14 @@ from functools import partial
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, in_fp64, own_loss
+from hybrid_runs import RING, stages
 from matrix import matrix
 from ranked import on_ranks
 from torch import nn
 from torch.nn import functional
 
 from booster_core.errors import ConfigError
-from booster_hybrid import HybridParallelPlugin, ShardingPolicy
+from booster_hybrid import HybridParallelPlugin
 from booster_runtime import linear_cross_entropy, train_batch
 from booster_testing.models import tiny_llama
 
@@ -31,7 +32,7 @@ def text(side, number, replica):
 MESHES = {
     "pp": (2, {}),
     "tp2pp2": (4, {"tp_size": 2}),
-    "ring2pp2": (4, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
+    "ring2pp2": (4, RING),
 }
 
 
@@ -100,10 +101,7 @@ def tags(number, replica):
     return batch
 
 
-def setting(**options):
-    policy = ShardingPolicy(layers=("layers",))
-    example = {"custom_policy": policy, "example_batch": tags(0, 0)}
-    return Setting(HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 4, **example, **options})
+SETTING = stages(tags(0, 0), num_microbatches=4)
 
 
 def without_labels(number, replica):
@@ -115,11 +113,11 @@ def without_labels(number, replica):
     [(entropy, tags), (weighed, tags), (two, tags), (by_chunks, tags), (other_index, without_labels)],
 )
 def test_the_criterion_of_a_script_is_that_of_one_process(criterion, batch):
-    assert_equals_one_process(Case(build=Tagger, batch=batch, loss=criterion, steps=2), setting())
+    assert_equals_one_process(Case(build=Tagger, batch=batch, loss=criterion, steps=2), SETTING)
 
 
 def train(criterion, batch, weight=None):
-    booster = setting().make_booster()
+    booster = SETTING.make_booster()
     torch.manual_seed(0)
     model = Tagger()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -163,7 +161,7 @@ def test_labels_of_equal_numbers_may_be_made_of_anything():
         labels = torch.arange(SIZE).expand(outputs.shape[:2])
         return functional.cross_entropy(outputs.flatten(0, 1), labels.masked_fill(labels < 2, -100).flatten())
 
-    assert_equals_one_process(Case(build=Tagger, batch=tags, loss=alike, steps=1), setting())
+    assert_equals_one_process(Case(build=Tagger, batch=tags, loss=alike, steps=1), SETTING)
 
 
 def masks(lengths, number, replica):
@@ -212,7 +210,7 @@ def test_a_mean_over_a_mask_of_other_lengths_raises_or_is_weighed(criterion):
 @pytest.mark.parametrize("criterion", MASKED)
 def test_a_mean_over_a_mask_of_equal_lengths_is_that_of_one_process(criterion):
     case = Case(build=Tagger, batch=partial(masks, (2, 8, 5, 5, 4, 6)), loss=criterion, steps=2)
-    assert_equals_one_process(case, setting(num_microbatches=3))
+    assert_equals_one_process(case, stages(tags(0, 0), num_microbatches=3))
 
 
 @on_ranks(2)
@@ -223,4 +221,4 @@ def test_means_over_each_samples_mask_are_those_of_one_process():
         own = (losses_of(outputs) * batch["mask"]).sum(1) / batch["mask"].sum(1)
         return (own * batch["mask"].mean(1)).mean() + batch["mask"].mean() - outputs[..., 0].mean()
 
-    assert_equals_one_process(Case(build=Tagger, batch=partial(masks, LENGTHS), loss=by_sample, steps=2), setting())
+    assert_equals_one_process(Case(build=Tagger, batch=partial(masks, LENGTHS), loss=by_sample, steps=2), SETTING)

@@ -5,14 +5,13 @@ from functools import partial
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, itself, noise, own_loss, zoo_case
+from hybrid_runs import stages
 from matrix import matrix, named
 from model_zoo import deepened
 from ranked import on_ranks
 
-from booster_hybrid import HybridParallelPlugin, ShardingPolicy
+from booster_hybrid import HybridParallelPlugin
 
-ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-STATES = {"output_hidden_states": True}
 MICROBATCHES = 4
 
 
@@ -42,18 +41,18 @@ def assert_parity(name, settings, options, num_ranks=2, **changes):
     ids=["pp4", "zbv", "recomputed", "tp2pp2"],
 )
 def test_all_routers_are_balanced(num_ranks, options):
-    assert_parity("mixtral", ROUTED, options, num_ranks)
+    assert_parity("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.5}, options, num_ranks)
 
 
 @matrix(["gpt2_lm"], name=["llama", "gpt2_lm", "bert_masked_lm"])
 def test_hidden_states_of_all_layers_arrive(name):
-    assert_parity(name, STATES, {"pp_size": 4}, 4, loss=of_hidden_states, outputs=True)
+    assert_parity(name, {"output_hidden_states": True}, {"pp_size": 4}, 4, loss=of_hidden_states, outputs=True)
 
 
 samples = noise(4, 4)
 
 
-OF_LAYERS = {"pp_size": 2, "custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": samples(0, 0)[:2]}
+EXAMPLE = samples(0, 0)[:2]
 
 
 @on_ranks(2)
@@ -88,7 +87,7 @@ def test_what_hooks_have_seen_of_a_layer_that_fails_without_values_counts_once()
             return x.square().mean() + sum(each.square().mean() for each in self.seen) / len(self.seen)
 
     case = Case(build=Told, batch=samples, loss=itself, steps=2)
-    assert_equals_one_process(case, Setting(HybridParallelPlugin, OF_LAYERS))
+    assert_equals_one_process(case, stages(EXAMPLE))
 
 
 @on_ranks(2)
@@ -120,7 +119,7 @@ def test_hooks_may_change_what_modules_inside_of_layers_return():
             return x.square().mean()
 
     case = Case(build=Widened, batch=samples, loss=itself, steps=2)
-    assert_equals_one_process(case, Setting(HybridParallelPlugin, OF_LAYERS))
+    assert_equals_one_process(case, stages(EXAMPLE))
 
 
 @matrix(
@@ -166,6 +165,5 @@ def test_what_joins_backward_without_the_loss_counts_once(style, stage):
                 x = layer(x.double())
             return x.square().mean()
 
-    options = {**OF_LAYERS, "num_microbatches": 4, "zero_stage": stage, **style}
     case = Case(build=Attaching, batch=samples, loss=itself, steps=2, micro_batches=2)
-    assert_equals_one_process(case, Setting(HybridParallelPlugin, options))
+    assert_equals_one_process(case, stages(EXAMPLE, num_microbatches=4, zero_stage=stage, **style))
