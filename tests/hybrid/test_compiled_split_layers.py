@@ -9,6 +9,7 @@ from compiler_warnings import ignore_compiler_warnings
 from matrix import matrix
 from model_parity import assert_parts_of_gradients
 from model_zoo import get_model
+from model_zoo.registry import in_double
 from ranked import on_ranks
 from torch import nn
 
@@ -44,28 +45,6 @@ class Graphs:
         return counted
 
 
-def make(name, dtype):
-    zoo = get_model(f"transformers/{name}")
-    whole = zoo.seeded().to(dtype)
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            if parameter.dim() == 1:  # biases begin with zeros, which don't show how often they are added
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    batch = zoo.whole(0, 1, 4)
-    return zoo, whole, {
-        key: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
-        for key, value in batch.items()
-    }  # fmt: skip
-
-
-def split(whole, *, splits_sequences=False):
-    model, policy, group = copy.deepcopy(whole), policy_for(whole), RankGroup.of(None)
-    done = parallelize(model, policy, group, parallel_output=False)
-    if splits_sequences:
-        split_between_blocks(model, policy.layers, group, done)
-    return model, done.splits
-
-
 @matrix(
     ["gpt2_lm-False", "llama_tied-True"],
     **{"name, splits_sequences": [*((name, False) for name in NAMES), ("llama_tied", True)]},
@@ -74,9 +53,21 @@ def split(whole, *, splits_sequences=False):
 def test_gradients_are_those_of_the_whole_model(name, splits_sequences):
     from torch._dynamo.utils import counters
 
+    def split():
+        model, policy, group = copy.deepcopy(whole), policy_for(whole), RankGroup.of(None)
+        done = parallelize(model, policy, group, parallel_output=False)
+        if splits_sequences:
+            split_between_blocks(model, policy.layers, group, done)
+        return model, done.splits
+
     ignore_compiler_warnings()
-    zoo, whole, batch = make(name, torch.float64)
-    (eager, _), (model, splits) = (split(whole, splits_sequences=splits_sequences) for _ in range(2))
+    zoo = get_model(f"transformers/{name}")
+    whole, batch = zoo.seeded().double(), in_double(zoo.whole(0, 1, 4))
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            if parameter.dim() == 1:  # biases begin with zeros, which don't show how often they are added
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    (eager, _), (model, splits) = split(), split()
     with mock.patch.object(RankGroup, "all_reduce", autospec=True, side_effect=RankGroup.all_reduce) as asked:
         zoo.loss_of(eager, batch).backward()
     graphs = Graphs()
@@ -100,35 +91,30 @@ def test_gradients_are_those_of_the_whole_model(name, splits_sequences):
         assert 0 < graphs.number <= number, f"{name}: {graphs.number} sums, {number} in eager training"
 
 
-class Writing(nn.Module):
-    """Writes to what one of two siblings has read, before the other one reads it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.out = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        x = x * 1.0
-        first = self.first(x)
-        x.add_(1.0)
-        return self.out(first * self.second(x))
-
-
-WRITING = ShardingPolicy(
-    rules=(ModuleRule("first", Style.COLUMN), ModuleRule("second", Style.COLUMN), ModuleRule("out", Style.ROW))
-)
-
-
 @pytest.mark.parametrize("autocasts", [False, True])
 @on_ranks(2, timeout_seconds=120)
 def test_what_is_written_between_siblings_is_not_missed(autocasts):
+    class Writing(nn.Module):
+        """Writes to what one of two siblings has read, before the other one reads it."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.out = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            x = x * 1.0
+            first = self.first(x)
+            x.add_(1.0)
+            return self.out(first * self.second(x))
+
     ignore_compiler_warnings()
     torch.manual_seed(0)
     model = Writing()
     for frozen in (model.first, model.second):  # else plain PyTorch refuses it, too
         frozen.requires_grad_(False)
     whole = copy.deepcopy(model)
-    parallelize(model, WRITING, RankGroup.of(None), parallel_output=False)
+    rules = (ModuleRule("first", Style.COLUMN), ModuleRule("second", Style.COLUMN), ModuleRule("out", Style.ROW))
+    parallelize(model, ShardingPolicy(rules), RankGroup.of(None), parallel_output=False)
     model.compile(backend="aot_eager")
     inputs = torch.randn(3, 8)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):

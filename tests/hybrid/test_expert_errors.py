@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, noise
 from expert_models import MODELS, batch_of, make
+from hybrid_runs import boosted
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
@@ -107,11 +108,8 @@ def test_biases_of_experts_are_no_matrix_of_each_rank():
     ConfigError, r"Batches have 2 microbatches on some ranks and 3 on others, and `ep_size`.*Use `num_microbatches`", 4
 )
 def test_other_numbers_of_microbatches_are_refused():
-    model = make("qwen3_moe")
-    plugin = HybridParallelPlugin(ep_size=2, pp_size=2, microbatch_size=1)
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    index, _ = plugin.data_parallel_coordinates(booster.context.coordinator)
+    booster, model, optimizer = boosted(make("qwen3_moe"), ep_size=2, pp_size=2, microbatch_size=1)
+    index, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     booster.execute_pipeline(iter([batch_of(0, index, 2 + index)]), model, lambda out, _: out.loss, optimizer)
 
 
@@ -122,44 +120,41 @@ def test_second_derivatives_are_refused():
     torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
-class Odd(Mixture):
-    def forward(self, x):
-        scores, chosen = self.router(x).softmax(-1).topk(TOP_K, -1)
-        return self.experts(x, chosen[:, 0], scores)
-
-
 @raises_on_ranks(
     ConfigError, r"The experts 'experts' were called with \(5, 8\), \(5,\), \(5, 2\).*`ep_size=1` for this model", 2
 )
 def test_experts_that_are_called_otherwise_raise():
+    class Odd(Mixture):
+        def forward(self, x):
+            scores, chosen = self.router(x).softmax(-1).topk(TOP_K, -1)
+            return self.experts(x, chosen[:, 0], scores)
+
     torch.manual_seed(5)
     boost(Odd().double())(states(0, 0))
-
-
-class Branching(nn.Module):
-    """The first rank skips a layer before experts: its gradients come later than the other's, or not at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        self.mixture = Mixture()
-        self.after = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-
-    def forward(self, x, skips):
-        x = self.mixture(self.blocks(x))
-        return x if skips else self.after(x)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @on_ranks(2)
 def test_reductions_do_not_wait_for_ranks_that_wait_for_tokens(overlap):
     """Each parameter has a bucket of its own; the ones of the layer that a rank skips hold up all others there."""
+
+    class Branching(nn.Module):
+        """The first rank skips a layer before experts: its gradients come later than the other's, or not at all."""
+
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+            self.mixture = Mixture()
+            self.after = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+        def forward(self, x, skips):
+            x = self.mixture(self.blocks(x))
+            return x if skips else self.after(x)
+
     zero = ZeroConfig(stage=2, bucket_bytes=4, overlap_communication=overlap)
     torch.manual_seed(5)
-    model = Branching()
-    plugin = HybridParallelPlugin(ep_size=2, custom_policy=policy(pattern="mixture.experts"), zero=zero)
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    options = {"ep_size": 2, "custom_policy": policy(pattern="mixture.experts"), "zero": zero}
+    booster, model, optimizer = boosted(Branching(), **options)
     rank = dist.get_rank()
     for step in range(4):
         x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(step))

@@ -1,12 +1,11 @@
 """Experts spread over ranks give one process's gradients, norms and steps on every mesh, in fp64."""
 
-from functools import partial
-
 import pytest
 import torch
 from cases import Setting, assert_equals_one_process, train_boosted, train_plainly
 from expert_models import MODELS, expert_case, make
 from matrix import matrix
+from ranked import on_ranks
 
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
@@ -89,15 +88,16 @@ def test_gradients_accumulate(stage):
     assert_parity("qwen3_moe", {"ep_size": 2, "zero_stage": stage}, 4, steps=1, micro_batches=3)
 
 
-def recomputing(name, one_sided, reentrant):
-    model = make(name, one_sided=one_sided)
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
-    return model
-
-
 @matrix(1, name=["deepseek_v3", "gpt_oss"], one_sided=[True, False], reentrant=[False, True])
+@on_ranks(2)
 def test_recomputed_layers_send_tokens_again(name, one_sided, reentrant):
-    assert_parity(name, {"ep_size": 2}, steps=1, build=partial(recomputing, name, one_sided, reentrant))
+    def recomputing():
+        model = make(name, one_sided=one_sided)
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": reentrant})
+        return model
+
+    assert_parity(name, {"ep_size": 2}, steps=1, build=recomputing)
 
 
 def test_recomputed_layers_of_stages_send_tokens_again():
@@ -105,15 +105,15 @@ def test_recomputed_layers_of_stages_send_tokens_again():
     assert_parity("deepseek_v3", options, 4, {"one_sided": True}, steps=1)
 
 
-def over_others(model):
-    """Return an optimizer that leaves out some experts and a gate."""
-    left_out = ("layers.0.mlp.experts", "layers.1.mlp.gate")
-    held = [p for key, p in model.named_parameters() if not any(part in key for part in left_out)]
-    return torch.optim.SGD(held, lr=0.1)
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks("num_ranks")
 def test_experts_that_the_optimizer_does_not_hold_have_gradients(num_ranks):
+    def over_others(model):
+        """Return an optimizer that leaves out some experts and a gate."""
+        left_out = ("layers.0.mlp.experts", "layers.1.mlp.gate")
+        held = [p for key, p in model.named_parameters() if not any(part in key for part in left_out)]
+        return torch.optim.SGD(held, lr=0.1)
+
     assert_parity("qwen3_moe", {"ep_size": 2}, num_ranks, steps=1, optimizer=over_others, max_norm=None)
 
 

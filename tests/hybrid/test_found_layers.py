@@ -140,21 +140,20 @@ def test_plain_models_are_cut_into_more_stages(kind):
     assert_pipeline_trains(case_of(kind), {"pp_style": "zbv", "num_microbatches": 4})
 
 
-class Branches(nn.Module):
-    """Has lists whose members are no layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.again = nn.ModuleList([nn.Linear(4, 4)])
-        self.unused = nn.ModuleList([nn.Linear(4, 4)])
-
-    def forward(self, x):
-        x = self.again[0](self.again[0](x))
-        return sum(head(x) for head in self.heads)
-
-
 def test_what_is_no_list_of_layers_is_told_with_its_reason():
+    class Branches(nn.Module):
+        """Has lists whose members are no layers."""
+
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.again = nn.ModuleList([nn.Linear(4, 4)])
+            self.unused = nn.ModuleList([nn.Linear(4, 4)])
+
+        def forward(self, x):
+            x = self.again[0](self.again[0](x))
+            return sum(head(x) for head in self.heads)
+
     found = (
         r"Branches has no list of layers that run one after the other.* 'heads' \(what 'heads\.1' is given does not "
         r"depend on what 'heads\.0' returns\), 'again' \('again\.0' is called 2 times\), 'unused' \(no member is called"

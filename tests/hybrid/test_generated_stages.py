@@ -48,31 +48,15 @@ class Entry(nn.Module):
         return hidden * dropped, self._draw("order", lambda: torch.rand(x.shape[0], 1)) > 0.5
 
 
-def of_torch(like):
-    return torch.randn(like.shape[0], 1)
+SOURCES = {
+    "of_torch": lambda like: torch.randn(like.shape[0], 1),
+    "of_form": torch.randn_like,
+    "of_bernoulli": lambda like: torch.bernoulli(torch.full_like(like, 0.5)),
+    "in_place": lambda like: torch.empty_like(like).uniform_(0.5, 1.5),
+    "of_numpy": lambda like: torch.from_numpy(np.random.rand(like.shape[0], 1)).float(),  # noqa: NPY002 - as models do
+    "of_python": lambda like: torch.full((like.shape[0], 1), random.random()),
+}
 
-
-def of_form(like):
-    return torch.randn_like(like)
-
-
-def of_bernoulli(like):
-    return torch.bernoulli(torch.full_like(like, 0.5))
-
-
-def in_place(like):
-    return torch.empty_like(like).uniform_(0.5, 1.5)
-
-
-def of_numpy(like):
-    return torch.from_numpy(np.random.rand(like.shape[0], 1)).float()  # noqa: NPY002 - what models do
-
-
-def of_python(like):
-    return torch.full((like.shape[0], 1), random.random())
-
-
-SOURCES = {each.__name__: each for each in (of_torch, of_form, of_bernoulli, in_place, of_numpy, of_python)}
 PLACES = ("before", "between", "after", "in_entry", "in_layer")
 SHAPES = ("plain", "residual", "skip", "skip of the entry", "mask", "index", "write", "written_view", "detached")
 
@@ -208,43 +192,41 @@ def test_draws_outside_of_layers_are_those_of_one_process(source):
         compare(made(source, place), *PIPELINES[number % len(PIPELINES)])
 
 
-class Keeping(Layer):
-    """Leaves what it computes in an attribute or a buffer."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how, old = how, torch.zeros(3, WIDTH)
-        self.states = [old] if how == "list" else old
-        if how == "buffer":
-            del self.states
-            self.register_buffer("states", old)
-
-    def forward(self, x, mask=None):
-        x = super().forward(x, mask)
-        if self.how == "buffer":
-            self.states.copy_(x.detach())
-        else:
-            self.states = [x] if self.how == "list" else x
-        return x
-
-
-class Reading(Generated):
-    """Reads what its first layer has left, where it is told to."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.layers = nn.ModuleList(Keeping(how) for _ in range(4))
-
-    def forward(self, x, reads=False):
-        out = super().forward(x)["out"]
-        return {"out": out + pytree.tree_leaves(self.layers[0].states)[0] if reads else out}
-
-
 @pytest.mark.parametrize("how", ["attribute", "list", "buffer"])
 @pytest.mark.parametrize("by", ["model", "criterion"])
 def test_what_layers_leave_in_their_modules_is_absent_on_other_stages(how, by):
+    class Keeping(Layer):
+        """Leaves what it computes in an attribute or a buffer."""
+
+        def __init__(self):
+            super().__init__()
+            old = torch.zeros(3, WIDTH)
+            if how == "buffer":
+                self.register_buffer("states", old)
+            else:
+                self.states = [old] if how == "list" else old
+
+        def forward(self, x, mask=None):
+            x = super().forward(x, mask)
+            if how == "buffer":
+                self.states.copy_(x.detach())
+            else:
+                self.states = [x] if how == "list" else x
+            return x
+
+    class Reading(Generated):
+        """Reads what its first layer has left, where it is told to."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Keeping() for _ in range(4))
+
+        def forward(self, x, reads=False):
+            out = super().forward(x)["out"]
+            return {"out": out + pytree.tree_leaves(self.layers[0].states)[0] if reads else out}
+
     torch.manual_seed(3)
-    model = Reading(how)
+    model = Reading()
     plan, staged = parts(model)
     run(plan, staged, batches(), criterion)
 
@@ -314,22 +296,17 @@ def test_outputs_that_the_example_did_not_ask_for_raise_when_they_are_read():
         run(plan, staged, batches(1, returns_states=True), lambda out, _: out["states"][0].mean())
 
 
-class OfOneMode(Generated):
-    """Returns what its layers made in one mode alone, as models that keep memories for generation do."""
-
-    def __init__(self, mode):
-        super().__init__()
-        self.mode = mode
-
-    def forward(self, x):
-        return super().forward(x, returns_states=self.training is self.mode)
-
-
 @pytest.mark.parametrize("pp_size", [2, 4])
 @pytest.mark.parametrize("mode", [False, True])
 @pytest.mark.parametrize("known", [False, True])
 def test_what_a_model_returns_in_one_mode_alone_is_sent_in_that_mode(pp_size, mode, known):
-    model = OfOneMode(mode).train(known)
+    class OfOneMode(Generated):
+        """Returns what its layers made in one mode alone, as models that keep memories for generation do."""
+
+        def forward(self, x):
+            return super().forward(x, returns_states=self.training is mode)
+
+    model = OfOneMode().train(known)
     plan, staged = parts(model, pp_size=pp_size)
     assert [len(boundary.outputs) for boundary in plan.cuts.needs[not mode].boundaries] == [0] * pp_size
     for is_training in (True, False):
@@ -342,21 +319,20 @@ def test_what_a_model_returns_in_one_mode_alone_is_sent_in_that_mode(pp_size, mo
         torch.testing.assert_close(outputs, expected)
 
 
-class Remembering(Generated):
-    """Adds what its layers made to a list and a dict that it has."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.by_name = [torch.ones(1)], {"first": torch.ones(1)}
-
-    def forward(self, x):
-        outputs = super().forward(x, returns_states=True)
-        self.before.append(outputs["states"][0].detach())
-        self.by_name["last"] = outputs["states"][-1].detach()
-        return {"out": outputs["out"]}
-
-
 def test_the_example_leaves_nothing_in_lists_and_dicts_of_a_model():
+    class Remembering(Generated):
+        """Adds what its layers made to a list and a dict that it has."""
+
+        def __init__(self):
+            super().__init__()
+            self.before, self.by_name = [torch.ones(1)], {"first": torch.ones(1)}
+
+        def forward(self, x):
+            outputs = super().forward(x, returns_states=True)
+            self.before.append(outputs["states"][0].detach())
+            self.by_name["last"] = outputs["states"][-1].detach()
+            return {"out": outputs["out"]}
+
     model = Remembering()
     (one,), (first,) = model.before, model.by_name.values()
     cut(model, batches(1)[0])
@@ -365,23 +341,22 @@ def test_the_example_leaves_nothing_in_lists_and_dicts_of_a_model():
     assert (len(model.before), len(model.by_name)) == (1, 1)
 
 
-class Swallowing(Generated):
-    """Catches whatever goes wrong when it looks at a layer's output."""
-
-    def forward(self, x, looks=False):
-        hidden, _ = self.entry(x)
-        scale = 1.0
-        for layer in self.layers:
-            hidden = layer(hidden)
-            if looks:
-                try:
-                    scale = float(hidden.detach().abs().max())
-                except Exception:  # noqa: BLE001 - the model's own
-                    scale = 2.0
-        return {"out": self.exit(hidden) * scale}
-
-
 def test_a_read_that_the_model_catches_raises_all_the_same():
+    class Swallowing(Generated):
+        """Catches whatever goes wrong when it looks at a layer's output."""
+
+        def forward(self, x, looks=False):
+            hidden, _ = self.entry(x)
+            scale = 1.0
+            for layer in self.layers:
+                hidden = layer(hidden)
+                if looks:
+                    try:
+                        scale = float(hidden.detach().abs().max())
+                    except Exception:  # noqa: BLE001 - the model's own
+                        scale = 2.0
+            return {"out": self.exit(hidden) * scale}
+
     torch.manual_seed(3)
     plan, staged = cut(Swallowing(), batches(1)[0])
     run(plan, staged, batches(), criterion)
@@ -389,26 +364,25 @@ def test_a_read_that_the_model_catches_raises_all_the_same():
         run(plan, staged, batches(1, looks=True), criterion)
 
 
-class Catching(Generated):
-    """Catches every error of its layers."""
-
-    def forward(self, x):
-        hidden, _ = self.entry(x)
-        for layer in self.layers:
-            try:
-                hidden = layer(hidden)
-            except Exception:  # noqa: BLE001 - the model's own
-                hidden = hidden * 0
-        return {"out": self.exit(hidden)}
-
-
 def test_the_end_of_a_stage_is_no_exception_that_a_model_catches():
+    class Catching(Generated):
+        """Catches every error of its layers."""
+
+        def forward(self, x):
+            hidden, _ = self.entry(x)
+            for layer in self.layers:
+                try:
+                    hidden = layer(hidden)
+                except Exception:  # noqa: BLE001 - the model's own
+                    hidden = hidden * 0
+            return {"out": self.exit(hidden)}
+
     torch.manual_seed(3)
     model = Catching()
     plan, staged = parts(model)
     ((outputs, _),), _ = run(plan, staged, batches(1), criterion)
-    noted = merged(staged, None)
-    model.replayed = noted
+    model.replayed = merged(staged, None)
+
     torch.testing.assert_close(outputs["out"], model(**batches(1)[0])["out"])
 
 

@@ -1,35 +1,31 @@
 """``generate`` of models that are split over ranks returns the tokens of one process, on every rank of a replica."""
 
+import contextlib
+
 import pytest
 import torch
+from hybrid_runs import RING, SPLIT_GATHER, ULYSSES
 from matrix import matrix
 from ranked import on_ranks, raises_on_ranks
-from t5_sequences import run_or_refused
+from t5_sequences import REFUSED as T5_REFUSED
+from t5_sequences import is_refused
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
 
 PROMPT = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3]])
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 DRAWN = {"max_new_tokens": 12, "do_sample": True, "pad_token_id": 0}
-SETTINGS = {
-    "tp2": (2, {"tp_size": 2}),
-    "split_gather": (2, {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}),
-    "ulysses": (2, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
-    "ring": (2, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
-}
+SETTINGS = {"tp2": {"tp_size": 2}, "split_gather": SPLIT_GATHER, "ulysses": ULYSSES, "ring": RING}
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 128}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, eos_token_id=1)
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(**sizes, initializer_range=0.3, eos_token_id=1, use_cache=True).eval()
 
 
 def boosted(options, model=None):
@@ -42,94 +38,56 @@ def greedy(model):
     return [model.generate(PROMPT, attention_mask=mask, num_beams=beams, **GREEDY).tolist() for beams in (1, 3)]
 
 
-def greedy_on_ranks(options):
-    return greedy(boosted(options))
-
-
 @matrix(["tp2", "split_gather", "ulysses"], name=SETTINGS)
+@on_ranks(2)
 def test_tokens_are_those_of_one_process(name):
-    world_size, options = SETTINGS[name]
-    assert run_on_ranks(greedy_on_ranks, world_size, options) == [greedy(llama())] * world_size
-
-
-def drawn(model, seed):
-    torch.manual_seed(seed)
-    return [model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **DRAWN).tolist() for _ in range(2)]
-
-
-def drawn_on_ranks(options, rank_seeds):
-    return drawn(boosted(options), rank_seeds[torch.distributed.get_rank()]), torch.rand(()).item()
+    assert greedy(boosted(SETTINGS[name])) == greedy(llama())
 
 
 @matrix(["tp2"], name=["tp2", "ring"])
+@on_ranks(2)
 def test_ranks_of_a_replica_draw_the_same_tokens_whatever_their_seeds(name):
+    def drawn(model, seed):
+        torch.manual_seed(seed)
+        return [model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **DRAWN).tolist() for _ in range(2)]
+
     first, second = drawn(llama(), 5)
     assert first != second
-    results = run_on_ranks(drawn_on_ranks, 2, SETTINGS[name][1], [5, 6])
-    assert [tokens for tokens, _ in results] == [[first, second]] * 2
-    torch.manual_seed(6)
-    assert results[1][1] == torch.rand(()).item()  # the other rank's own stream is where it was
+    rank = torch.distributed.get_rank()
+    assert drawn(boosted(SETTINGS[name]), 5 + rank) == [first, second]
+    if rank == 1:  # whose own stream is where it was
+        after = torch.rand(())
+        torch.manual_seed(6)
+        assert after == torch.rand(())
 
 
-def prompts_of_replicas(options):
-    model = boosted(options)
-    replica = torch.distributed.get_rank() // (options.get("sp_size", 1))
-    prompt, new = PROMPT[:, : 3 + replica], 3 + 2 * replica
+@on_ranks(4)
+def test_replicas_may_generate_texts_of_other_lengths():
+    model, plain = boosted({**SETTINGS["ring"], "zero_stage": 3}), llama()
+    replica = torch.distributed.get_rank() // 2
+    prompt = PROMPT[:, : 3 + replica]
     mask = torch.ones_like(prompt)
     mask[0, 0] = 0  # texts without padding need no mask
-    model.generation_config.eos_token_id = None
-    tokens = model.generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
-    return prompt.tolist(), mask.tolist(), new, tokens.tolist()
-
-
-def test_replicas_may_generate_texts_of_other_lengths():
-    for prompt, mask, new, tokens in run_on_ranks(prompts_of_replicas, 4, {**SETTINGS["ring"][1], "zero_stage": 3}):
-        plain = llama()
-        plain.generation_config.eos_token_id = None
-        named = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        found = plain.generate(torch.tensor(prompt), attention_mask=torch.tensor(mask), **named)
-        assert tokens == found.tolist()
-
-
-class Bigram(nn.Module):
-    """A model with a loop of its own, which passes positional arguments and returns a tuple."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(16, 16)
-        self.head = nn.Linear(16, 16)
-
-    def forward(self, tokens, scale):
-        return self.head(self.table(tokens)) * scale, "a note"
-
-    @torch.no_grad()
-    def generate(self, tokens, count):
-        for _ in range(count):
-            logits, note = self(tokens, 2.0)
-            assert note == "a note"
-            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], 1)
-        return tokens
-
-
-def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 128}
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, initializer_factor=3.0)).eval()
-
-
-def with_encoder(name, options, start, expected):
-    model = boosted(options, t5())
-    mask = torch.ones_like(PROMPT)
-    assert model.generate(PROMPT, attention_mask=mask, decoder_input_ids=start, **GREEDY).tolist() == expected, name
+    named = {"max_new_tokens": 3 + 2 * replica, "do_sample": False, "pad_token_id": 0}
+    for each in (model, plain):
+        each.generation_config.eos_token_id = None
+    assert torch.equal(*(each.generate(prompt, attention_mask=mask, **named) for each in (model, plain)))
 
 
 @matrix(["tp2"], name=["tp2", "split_gather", "ulysses", "ring"])
+@on_ranks(2)
 def test_encoder_decoder_models_generate(name):
-    start = torch.tensor([[0, 5], [0, 6]])
-    expected = t5().generate(PROMPT, attention_mask=torch.ones_like(PROMPT), decoder_input_ids=start, **GREEDY).tolist()
-    run_on_ranks(run_or_refused, 2, with_encoder, "t5", SETTINGS[name][1], start, expected)
+    def t5():
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        torch.manual_seed(0)
+        sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 128}
+        return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, initializer_factor=3.0)).eval()
+
+    given = {"attention_mask": torch.ones_like(PROMPT), "decoder_input_ids": torch.tensor([[0, 5], [0, 6]]), **GREEDY}
+    refuses = is_refused("t5", SETTINGS[name])
+    with pytest.raises(ConfigError, match=T5_REFUSED) if refuses else contextlib.nullcontext():
+        assert torch.equal(boosted(SETTINGS[name], t5()).generate(PROMPT, **given), t5().generate(PROMPT, **given))
 
 
 @raises_on_ranks(ConfigError, "cut into pipeline stages, through which `generate` does not run", 2)
@@ -137,31 +95,8 @@ def test_models_that_are_cut_into_stages_do_not_generate():
     boosted({"pp_size": 2}).generate(PROMPT)
 
 
-def given(kind):
-    """Return the prompt and the arguments of this rank, some of which the second has otherwise."""
-    rank = torch.distributed.get_rank()
-    prompt = PROMPT
-    named = {**GREEDY}
-    if kind == "prompt":
-        prompt = PROMPT[:, : 7 - rank]
-    elif kind == "too short":
-        prompt = PROMPT[:, :1]
-    elif kind == "cache":
-        named["use_cache"] = True
-    elif kind == "clock":
-        named["max_time"] = 100.0
-    elif kind in OTHERS and rank:
-        named.update(OTHERS[kind])
-    return prompt, {"attention_mask": torch.ones_like(prompt), **named}
-
-
-def generate_with(name, kind):
-    model = boosted(SETTINGS[name][1])
-    prompt, named = given(kind)
-    model.generate(prompt, **named)
-
-
 OTHERS = {"length": {"max_new_tokens": 9}, "other cache": {"use_cache": True}}
+"""What the second rank has otherwise."""
 APART = "in `generate`. These ranks generate one text together"
 REFUSED = {
     "ulysses-cache": "Leave out `use_cache`",
@@ -175,11 +110,26 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@on_ranks(2)
 def test_what_can_not_be_generated_is_refused_on_every_rank(case):
-    expect_on_ranks(ConfigError, REFUSED[case], generate_with, 2, *case.split("-"))
+    name, kind = case.split("-")
+    model, rank, prompt, named = boosted(SETTINGS[name]), torch.distributed.get_rank(), PROMPT, {**GREEDY}
+    if kind == "prompt":
+        prompt = PROMPT[:, : 7 - rank]
+    elif kind == "too short":
+        prompt = PROMPT[:, :1]
+    elif kind == "cache":
+        named["use_cache"] = True
+    elif kind == "clock":
+        named["max_time"] = 100.0
+    elif rank:
+        named.update(OTHERS[kind])
+    with pytest.raises(ConfigError, match=REFUSED[case]):
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), **named)
 
 
-def same_objects():
+@on_ranks(2)
+def test_what_each_rank_made_for_itself_is_the_same_option():
     """What is made apart on each rank, and what shows the tokens of one, is no difference."""
     from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor, TextStreamer
 
@@ -199,18 +149,33 @@ def same_objects():
     mask = torch.ones_like(PROMPT[:1])
     own = {"max_new_tokens": 6, "pad_token_id": 0, "logits_processor": processors, "streamer": streamer}
     model.generate(PROMPT[:1], attention_mask=mask, **own)
+    if streamer is not None:
+        assert streamer.count == 1 + 6  # the prompt, and each token
     config = GenerationConfig(max_new_tokens=4, pad_token_id=0)
-    return streamer and streamer.count, model.generate(PROMPT[:1], config, attention_mask=mask).shape[1]
-
-
-def test_what_each_rank_made_for_itself_is_the_same_option():
-    (count, length), (_, other) = run_on_ranks(same_objects, 2)
-    assert count == 1 + 6  # the prompt, and each token
-    assert length == other == PROMPT.shape[1] + 4
+    assert model.generate(PROMPT[:1], config, attention_mask=mask).shape[1] == PROMPT.shape[1] + 4
 
 
 @on_ranks(2)
 def test_other_arguments_of_a_loop_of_the_users_own_are_refused():
+    class Bigram(nn.Module):
+        """A model with a loop of its own, which passes positional arguments and returns a tuple."""
+
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(16, 16)
+            self.head = nn.Linear(16, 16)
+
+        def forward(self, tokens, scale):
+            return self.head(self.table(tokens)) * scale, "a note"
+
+        @torch.no_grad()
+        def generate(self, tokens, count):
+            for _ in range(count):
+                logits, note = self(tokens, 2.0)
+                assert note == "a note"
+                tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], 1)
+            return tokens
+
     torch.manual_seed(0)
     policy = ShardingPolicy(rules=(ModuleRule("head", Style.COLUMN_GATHER),))
     model = boosted({"tp_size": 2, "custom_policy": policy, "example_batch": (PROMPT, 2.0)}, Bigram())

@@ -10,19 +10,19 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, recompute
+from hybrid_runs import RING, ULYSSES
 from matrix import matrix, named
 from model_zoo import ZOO
 from model_zoo.registry import in_double
-from model_zoo.transformers_build import from_config
 from model_zoo.transformers_heads import HEADS
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.modules import ModuleNames
-from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import Tolerance
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
@@ -34,10 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 SAMPLES = 4
 IN_DOUBLE = Tolerance(relative=1e-5, reason="transformers' losses are taken in fp32, and some steps follow")
-DEEP = "transformers/llama of four layers"
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-BUILD = from_config("LlamaConfig", "LlamaForCausalLM", vocab_size=64, num_hidden_layers=4, use_cache=False, **SIZES)
-MODELS = {**ZOO, **HEADS, DEEP: replace(ZOO["transformers/llama"], build=BUILD)}
+MODELS = {**ZOO, **HEADS}
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS = {
     "transformers/llama": LLAMA,
@@ -101,8 +98,7 @@ def assert_parity(name, config, mesh, **changes):
 def boosted(name, config, options):
     booster = setting_of(name, 2, options).make_booster()
     model = adapted(name, config, lambda model, lora: booster.enable_lora(model, lora_config=lora))
-    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    return booster, model, optimizer
+    return booster.boost(model, make_optimizer(model)).model
 
 
 TP2 = {"tp_size": 2}
@@ -115,9 +111,9 @@ MESHES = {
     "tp2dp2zero2": (4, {**TP2, "zero_stage": 2}),
     "tp2dp2zero3": (4, {**TP2, "zero_stage": 3}),
     "split_gather": (2, {**TP2, "sequence_parallelism_mode": "split_gather"}),
-    "all_to_all": (2, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
-    "ring_attn": (2, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
-    "ring_attn-tp2": (4, {**TP2, "sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
+    "all_to_all": (2, ULYSSES),
+    "ring_attn": (2, RING),
+    "ring_attn-tp2": (4, {**TP2, **RING}),
 }
 SPLIT_POSITIONS = ("split_gather", "all_to_all", "ring_attn", "ring_attn-tp2")
 REFUSED = {
@@ -201,23 +197,19 @@ def test_each_kind_of_adapter_trains_as_on_one_process(kind, how):
     assert_parity(*KINDS[kind], HOW[how])
 
 
-def dropped(name):
-    """Return what the dropouts of adapters drop, by the layer that each is of."""
-    _, model, _ = boosted(name, {"lora_dropout": 0.5}, TP2)
-    masks = {}
-
-    def watch(module, name):
-        module.register_forward_hook(lambda _, __, output: masks.setdefault(name, []).append(output == 0))
-
+@on_ranks(2)
+def test_dropout_matches_on_replicated_and_differs_on_sharded_activations():
+    name = "transformers/llama"
+    model = boosted(name, {"lora_dropout": 0.5}, TP2)
+    dropped = {}
     for path, module in model.unwrap().named_modules():
         if isinstance(module, nn.Dropout) and "lora_dropout" in path:
-            watch(module, path.split(".")[-3])
+            found = dropped.setdefault(path.split(".")[-3], [])
+            module.register_forward_hook(lambda _, __, output, found=found: found.append(output == 0))
     model(**batch_of(name, 0, 0))
-    return masks
-
-
-def test_dropout_matches_on_replicated_and_differs_on_sharded_activations():
-    masks, others = run_on_ranks(dropped, 2, "transformers/llama")
+    of_ranks = [None, None]
+    dist.all_gather_object(of_ranks, dropped)
+    masks, others = of_ranks
     assert masks.keys() == set(LLAMA)
     for name, found in masks.items():
         is_alike = [torch.equal(*each) for each in zip(found, others[name], strict=True)]
@@ -230,20 +222,21 @@ def test_adapters_that_need_whole_weights_are_refused_on_every_rank():
     boosted("transformers/llama", {"use_dora": True, "target_modules": ["q_proj"]}, TP2)
 
 
+@on_ranks(2)
 def test_trained_tokens_of_an_embedding_that_a_plan_splits_are_refused():
     """Plans of transformers 5.12 leave the table of a Llama whole, with which it trains."""
     name, config = "transformers/llama", {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}
     if any(pattern.endswith("embed_tokens") for pattern in MODELS[name].seeded()._tp_plan):
         match = r"embed_tokens' has adapters of peft's type .*\.TrainableTokens.*`trainable_token_indices`"
-        expect_on_ranks(ConfigError, match, boosted, 2, name, config, TP2)
+        with pytest.raises(ConfigError, match=match):
+            boosted(name, config, TP2)
     else:
         assert_parity(name, config, (2, TP2))
 
 
 @raises_on_ranks(ConfigError, r"`adapter_names` takes each sample.*Call `set_adapter`", 2)
 def test_batches_of_several_adapters_are_refused():
-    _, model, *_ = boosted("transformers/llama", {}, TP2)
-    model.eval()
+    model = boosted("transformers/llama", {}, TP2).eval()
     tokens = torch.zeros((2, 4), dtype=torch.int64)
     model(input_ids=tokens, adapter_names=["default", "__base__"])
 
@@ -260,5 +253,5 @@ def test_user_modules_named_like_adapters_are_kept():
 )
 @raises_on_ranks(ConfigError, r"can't be copied: .*Copy it before `boost`", 2)
 def test_a_copy_is_refused(mesh, inside):
-    _, model, *_ = boosted("transformers/llama", {}, MESHES[mesh][1])
+    model = boosted("transformers/llama", {}, MESHES[mesh][1])
     copy.deepcopy(model.unwrap() if inside else model)

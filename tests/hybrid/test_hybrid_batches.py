@@ -2,29 +2,17 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from hybrid_runs import RING, ULYSSES, boosted
 from matrix import matrix, named
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from torch.utils.data import DataLoader, DistributedSampler
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.same_training import checksum_of
-from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
-
-
-def boosted(**options):
-    booster = Booster(plugin=HybridParallelPlugin(**{"pp_size": 2, **options}))
-    model = tiny_llama(num_hidden_layers=4)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return booster, model, optimizer
-
-
-def first_samples(options):
-    booster = Booster(plugin=HybridParallelPlugin(**options))
-    loader = booster.prepare_dataloader(range(16), 2, shuffle=True, seed=5)
-    return [batch.tolist() for batch in loader]
 
 
 @matrix(
@@ -34,7 +22,7 @@ def first_samples(options):
             [
                 ({"tp_size": 2}, [(0, 1), (2, 3)]),
                 ({"pp_size": 2}, [(0, 1), (2, 3)]),
-                ({"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}, [(0, 1), (2, 3)]),
+                (RING, [(0, 1), (2, 3)]),
                 ({"tp_size": 2, "pp_size": 2}, [(0, 1, 2, 3)]),
             ],
             ["tp", "pp", "sp", "tp-pp"],
@@ -42,58 +30,57 @@ def first_samples(options):
         )
     },
 )
+@on_ranks(4)
 def test_a_loader_made_before_boost_knows_which_ranks_share_batches(options, replicas):
-    seen = run_on_ranks(first_samples, 4, options)
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    loader = booster.prepare_dataloader(range(16), 2, shuffle=True, seed=5)
+    seen = [None] * 4
+    dist.all_gather_object(seen, [batch.tolist() for batch in loader])
     for ranks in replicas:
         assert all(seen[rank] == seen[ranks[0]] for rank in ranks)
     distinct = [sample for ranks in replicas for batch in seen[ranks[0]] for sample in batch]
     assert sorted(distinct) == list(range(16))
 
 
-def train_on_a_loader_of_ones_own(options, *, is_boosted):
-    plugin = HybridParallelPlugin(**options)
-    tokens = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": row, "labels": row} for row in tokens]
-    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
-    booster = Booster(plugin=plugin)
-    model = tiny_llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, *_ = booster.boost(model, optimizer, dataloader=loader if is_boosted else None)
-    if plugin.config.pipeline.size > 1:
-        booster.execute_pipeline(iter(loader), model, lambda outputs, _: outputs.loss, optimizer)
-    else:
-        model(**next(iter(loader)))
-
-
 @matrix(
     ["tp", "pp"],
     options=named(
-        [{"tp_size": 2}, {"pp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}],
+        [{"tp_size": 2}, {"pp_size": 2}, ULYSSES],
         ["tp", "pp", "sp"],
     ),
 )
+@on_ranks(2)
 def test_replicas_given_different_batches_raise(options):
-    for is_boosted, message in (
-        (False, "Ranks 0, 1 work on one batch together, but were given"),
-        (True, r"`num_replicas=2`, but of the ranks that see different samples this is rank 0 of 1\."),
-    ):
-        expect_on_ranks(ConfigError, message, train_on_a_loader_of_ones_own, 2, options, is_boosted=is_boosted)
+    tokens = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    message = r"`num_replicas=2`, but of the ranks that see different samples this is rank 0 of 1\."
+    with pytest.raises(ConfigError, match=message):
+        Booster(plugin=HybridParallelPlugin(**options)).boost(tiny_llama(), dataloader=loader)
+    booster, model, optimizer = boosted(tiny_llama(), **options)
+
+    def train():
+        if "pp_size" in options:
+            booster.execute_pipeline(iter(loader), model, lambda outputs, _: outputs.loss, optimizer)
+        else:
+            model(**next(iter(loader)))
+
+    with pytest.raises(ConfigError, match="Ranks 0, 1 work on one batch together, but were given"):
+        train()
 
 
 @matrix(
     1,
-    options=named([{"tp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}], ["tp", "ring"]),
+    options=named([{"tp_size": 2}, RING], ["tp", "ring"]),
     more=[0, 1],
     has_gradients=[True, False],
 )
 @raises_on_ranks(ConfigError, "Ranks 0, 1 work on one batch", 2)
 def test_each_batch_of_a_loop_is_compared(options, more, has_gradients):
     """Take batches of which the second differs, in its values alone or in its rows as well."""
-    booster = Booster(plugin=HybridParallelPlugin(**options))
-    model = tiny_llama()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(tiny_llama(), **options)
     for step in range(2):
-        rank = torch.distributed.get_rank() * step
+        rank = dist.get_rank() * step
         tokens = torch.randint(64, (4 + more * rank, 8), generator=torch.Generator().manual_seed(rank))
         with torch.set_grad_enabled(has_gradients):
             loss = model(input_ids=tokens, labels=tokens).loss
@@ -102,32 +89,20 @@ def test_each_batch_of_a_loop_is_compared(options, more, has_gradients):
             optimizer.step()
 
 
-def some_batches(count):
+def some_batches(count=1):
     for _ in range(count):
         yield {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.ones(2, 8, dtype=torch.long)}
 
 
 def broken_loader():
-    yield from some_batches(1)
+    yield from some_batches()
     message = "the disk is gone"
     raise OSError(message)
 
 
-def step_through(make, *args, failing=1, **options):
-    booster, model, optimizer = boosted(**options)
-    batches = make(*args) if torch.distributed.get_rank() == failing else some_batches(3)
-    taken = 0
-    while True:
-        try:
-            booster.execute_pipeline(batches, model, lambda outputs, _: outputs.loss, optimizer)
-        except StopIteration:
-            return taken
-        taken += 1
-
-
 def larger_batches():
-    yield from some_batches(1)
-    yield {name: torch.cat([each] * 3) for batch in some_batches(1) for name, each in batch.items()}
+    yield from some_batches()
+    yield {name: torch.cat([each] * 3) for batch in some_batches() for name, each in batch.items()}
 
 
 STYLES = {"1f1b": {}, "zbv": {"pp_style": "zbv"}, "sharded": {"zero_stage": 2}, "by size": {"microbatch_size": 1}}
@@ -139,9 +114,9 @@ STYLES = {"1f1b": {}, "zbv": {"pp_style": "zbv"}, "sharded": {"zero_stage": 2}, 
     **{
         "make, kind, message": named(
             [
-                ((broken_loader,), OSError, "the disk is gone"),
-                ((some_batches, 1), StopIteration, ""),
-                ((larger_batches,), ConfigError, "Ranks 0, 1 work on one batch"),
+                (broken_loader, OSError, "the disk is gone"),
+                (some_batches, StopIteration, None),
+                (larger_batches, ConfigError, "Ranks 0, 1 work on one batch"),
             ],
             ["error", "end", "larger"],
             joint=True,
@@ -149,50 +124,43 @@ STYLES = {"1f1b": {}, "zbv": {"pp_style": "zbv"}, "sharded": {"zero_stage": 2}, 
     },
     options=named(STYLES.values(), STYLES),
 )
+@on_ranks(2)
 def test_what_a_batch_lacks_on_any_stage_raises_on_every_rank(failing, make, kind, message, options):
-    options = {**options, "failing": failing}
-    if kind is StopIteration:
-        assert run_on_ranks(step_through, 2, *make, **options) == [1, 1]
-    else:
-        expect_on_ranks(kind, message, step_through, 2, *make, **options)
+    booster, model, optimizer = boosted(tiny_llama(num_hidden_layers=4), pp_size=2, **options)
+    batches = make() if dist.get_rank() == failing else some_batches(3)
+    booster.execute_pipeline(batches, model, lambda outputs, _: outputs.loss, optimizer)
+    with pytest.raises(kind, match=message):
+        booster.execute_pipeline(batches, model, lambda outputs, _: outputs.loss, optimizer)
 
 
-class Streaming:
-    """A data set with a generator of its own, which goes on with each sample that is read."""
+@on_ranks(2)
+def test_the_dry_run_reads_its_samples_on_every_rank():
+    class Streaming:
+        """A data set with a generator of its own, which goes on with each sample that is read."""
 
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(7)
+        def __init__(self):
+            self.generator = torch.Generator().manual_seed(7)
 
-    def __len__(self):
-        return 16
+        def __len__(self):
+            return 16
 
-    def __getitem__(self, _):
-        row = torch.randint(64, (8,), generator=self.generator)
-        return {"input_ids": row, "labels": row}
+        def __getitem__(self, _):
+            row = torch.randint(64, (8,), generator=self.generator)
+            return {"input_ids": row, "labels": row}
 
-
-def read_on_after_boost():
-    data = Streaming()
+    data, found = Streaming(), [None, None]
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
     booster.boost(tiny_llama(), dataloader=DataLoader(data, batch_size=2))
-    return data[0]["input_ids"].tolist()
-
-
-def test_the_dry_run_reads_its_samples_on_every_rank():
-    first, second = run_on_ranks(read_on_after_boost, 2)
-    assert first == second
+    dist.all_gather_object(found, data[0]["input_ids"].tolist())
+    assert found[0] == found[1]
 
 
 # ---- by checksums, of large batches by a sample of their values
 
 
-def large(seed):
-    return {"pixels": torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(seed))}
-
-
 @pytest.mark.parametrize("form", ["contiguous", "transposed", "expanded"])
 def test_batches_of_other_values_differ(form):
-    first, second = (large(seed)["pixels"] for seed in (1, 2))
+    first, second = (torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     if form == "transposed":
         first, second = first.transpose(0, 3), second.transpose(0, 3)
     if form == "expanded":

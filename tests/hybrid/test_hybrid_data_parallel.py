@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from unittest import mock
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Setting, assert_equals_one_process, zoo_case
+from hybrid_runs import RING, boosted
 from log_records import Records
 from matrix import matrix
 from ranked import on_ranks
@@ -18,14 +18,10 @@ from torch import nn
 
 from booster_core import Booster
 from booster_hybrid import DataParallelConfig, HybridParallelPlugin, ShardingPolicy
-from booster_testing import run_on_ranks
 
-NAME = "transformers/llama_tied"
-CASE = zoo_case(NAME, steps=2)
-
-
+CASE = zoo_case("transformers/llama_tied", steps=2)
 TP_PP = {"tp_size": 2, "pp_size": 2}
-RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+
 ORDERS = {
     "tp2pp2": (4, TP_PP, ("tp", "sp", "pp", "dp")),
     "tp2dp2zero1": (4, {"tp_size": 2, "zero_stage": 1}, ("tp", "sp", "dp", "pp")),
@@ -54,10 +50,9 @@ def test_no_batch_of_a_pipeline_lets_all_ranks_meet_but_to_end_it(size, num_meet
     from booster_runtime import collectives
 
     torch.manual_seed(0)
-    model, batch, policy = Stack(), {"x": torch.ones(4, 8)}, ShardingPolicy(layers=("layers",))
-    plugin = HybridParallelPlugin(pp_size=size, num_microbatches=4, custom_policy=policy, example_batch=batch)
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = {"x": torch.ones(4, 8)}
+    options = {"num_microbatches": 4, "custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": batch}
+    booster, model, optimizer = boosted(Stack(), pp_size=size, **options)
     met: list[tuple[str, int]] = []
 
     def noted(name, original, *args, **options):
@@ -75,20 +70,6 @@ def test_no_batch_of_a_pipeline_lets_all_ranks_meet_but_to_end_it(size, num_meet
     assert met == [("all_reduce", size)] * num_meetings
 
 
-def boost_twice(options):
-    """Return what the project's logger says on this rank, and what `describe` says."""
-    booster = Booster("cpu", plugin="hybrid" if options is None else HybridParallelPlugin(**options))
-    records = Records()
-    logging.getLogger("booster").addHandler(records)
-    try:
-        for _ in range(2):
-            model = nn.Linear(4, 4) if not (options or {}).get("tp_size") else CASE.make()[0]
-            booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    finally:
-        logging.getLogger("booster").removeHandler(records)
-    return [message for message in records.texts if "splits nothing" in message], booster.describe()
-
-
 @pytest.mark.parametrize(
     ("options", "num_ranks", "number"),
     [
@@ -99,9 +80,14 @@ def boost_twice(options):
         (None, 1, 0),
     ],
 )
+@on_ranks("num_ranks")
 def test_a_plugin_that_splits_nothing_says_so_once(options, num_ranks, number):
-    (warnings, text), *others = run_on_ranks(boost_twice, num_ranks, options)
-    assert len(warnings) == number
+    booster = Booster("cpu", plugin="hybrid" if options is None else HybridParallelPlugin(**options))
+    with Records() as records:
+        for _ in range(2):
+            model = CASE.make()[0] if "tp_size" in (options or {}) else nn.Linear(4, 4)
+            booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    warnings = [text for text in records.texts if "splits nothing" in text]
+    assert len(warnings) == (number if dist.get_rank() == 0 else 0)
     assert all(name in each for each in warnings for name in ("tp_size", "pp_size", "sp_size", "zero_stage"))
-    assert not any(of_others for of_others, _ in others)
-    assert ("splits='nothing, as under plugin 'ddp''" in text.replace('"', "'")) == bool(number)
+    assert ("splits='nothing, as under plugin 'ddp''" in booster.describe().replace('"', "'")) == bool(number)

@@ -1,24 +1,23 @@
 """Lazy models under any mesh: the bits of eager ones, on every rank just what it keeps, and steps that equal theirs."""
 
 import contextlib
-from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import decayed, train_boosted, zoo_case
+from hybrid_runs import RING
 from isolated_libraries import import_quietly
 from matrix import matrix, named
 from model_parity import MODELS, NAMES, parity_setting
+from ranked import on_ranks
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext
 from booster_runtime.memory import is_absent
-from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 
-DEEP = "transformers/t5_generation"
-"""Has layers for four stages."""
 CUT = (
     {"tp_size": 2, "pp_size": 2},
     {"pp_size": 2, "zero_stage": 1},
@@ -71,17 +70,14 @@ def compare(name, options, precision=None, folder=None, dtype=None):
 
 
 @matrix(["heads/falcon_groups_lm-tp2dp2zero3"], 1, name=NAMES, options=named(CUT, CUT_IDS))
+@on_ranks(4)
 def test_values_are_those_of_an_eager_model(name, options):
-    run_on_ranks(compare, 4, name, options)
+    compare(name, options)
 
 
+@on_ranks(3)
 def test_uneven_and_shared_heads_are_those_of_an_eager_model():
-    run_on_ranks(compare, 3, "transformers/llama_tied", {"tp_size": 3})
-
-
-def built(name, lazily):
-    with LazyInitContext() if lazily else contextlib.nullcontext():
-        return MODELS[name].seeded()
+    compare("transformers/llama_tied", {"tp_size": 3})
 
 
 STEPS = {
@@ -90,33 +86,35 @@ STEPS = {
     "pp-zero3": ({"pp_size": 2, "zero_stage": 3}, None),
     "zbv-zero2-bf16": ({"pp_size": 2, "zero_stage": 2, "pp_style": "zbv"}, "bf16"),
     "interleaved-fp16": ({"pp_size": 2, "pp_style": "interleaved"}, "fp16"),
-    "ring-zero1": ({"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "zero_stage": 1}, None),
+    "ring-zero1": ({**RING, "zero_stage": 1}, None),
     "offloaded-bf16": ({"tp_size": 2, "zero_stage": 1, "cpu_offload": True}, "bf16"),
 }
 
 
 @matrix(["tp-zero3-bf16", "ring-zero1"], name=STEPS)
+@on_ranks(4)
 def test_first_steps_are_those_of_an_eager_model(name):
+    def trained(context):
+        def build():
+            with context:
+                return MODELS[model].seeded()
+
+        torch.manual_seed(1)  # data parallel ranks draw from streams of their own afterwards, which begin here
+        return train_boosted(zoo_case(model, build=build, steps=2), setting).trained
+
     options, precision = STEPS[name]
-    model = DEEP if options.get("pp_style") in ("zbv", "interleaved") else "transformers/llama_tied"
+    # Has layers for four stages, or two.
+    model = f"transformers/{'t5_generation' if options.get('pp_style') in ('zbv', 'interleaved') else 'llama_tied'}"
     setting = parity_setting(model, options, 4, precision)
-    cases = [zoo_case(model, build=partial(built, model, lazily), steps=2) for lazily in (False, True)]
-    for eager, lazy in zip(*(run_on_ranks(train_boosted, 4, case, setting) for case in cases), strict=True):
-        assert (lazy.trained.losses, lazy.trained.norms) == (eager.trained.losses, eager.trained.norms)
-        assert_same(lazy.trained.parameters, eager.trained.parameters)
-
-
-PRETRAINED = ("llama_tied", "gpt2_lm", "t5_generation", "mixtral")
-
-
-def write_folder(folder, name):
-    MODELS[f"transformers/{name}"].seeded().save_pretrained(folder)
+    eager, lazy = trained(contextlib.nullcontext()), trained(LazyInitContext())
+    assert (lazy.losses, lazy.norms) == (eager.losses, eager.norms)
+    assert_same(lazy.parameters, eager.parameters)
 
 
 @matrix(
     ["gpt2_lm-pp2dp2zero1-float32-bf16", "mixtral-tp2dp2zero3-float32-bf16"],
     2,
-    name=PRETRAINED,
+    name=["llama_tied", "gpt2_lm", "t5_generation", "mixtral"],
     options=named(CUT, CUT_IDS),
     **{
         "dtype, precision": [
@@ -126,6 +124,9 @@ def write_folder(folder, name):
         ]
     },
 )
+@on_ranks(4, timeout_seconds=120)
 def test_folders_go_straight_into_parts_and_masters(name, options, dtype, precision, tmp_path):
-    run_on_ranks(write_folder, 1, tmp_path, name)
-    run_on_ranks(compare, 4, f"transformers/{name}", options, precision, tmp_path, dtype, timeout_seconds=120)
+    if dist.get_rank() == 0:
+        MODELS[f"transformers/{name}"].seeded().save_pretrained(tmp_path)
+    dist.barrier()
+    compare(f"transformers/{name}", options, precision, tmp_path, dtype)

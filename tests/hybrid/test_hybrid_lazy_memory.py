@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks
 from booster_testing.memory import peak_memory
+from booster_testing.models import tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,17 +37,10 @@ DRAWN = {**SMALL, "vocab_size": 1000}
 """52 million; none of them in a matrix that is large compared with the others, as a rank has one whole at a time."""
 WARM = {**SMALL, "vocab_size": 64, "hidden_size": 48, "intermediate_size": 32}
 """As many layers as in any model that is measured: Python keeps the memory of its objects, some 0.3 MiB a layer."""
-OPTIONS = {"tp_size": 2, "pp_size": 2}
-
-
-def make_llama(settings: dict[str, int]) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**settings, max_position_embeddings=128, use_cache=False))
 
 
 def write(folder: Path, settings: dict[str, int]) -> None:
-    make_llama(settings).save_pretrained(folder)
+    tiny_llama(**settings).save_pretrained(folder)
 
 
 @contextlib.contextmanager
@@ -67,12 +61,12 @@ def boost(settings: dict[str, int], folder: Path | None) -> tuple[int, int]:
     """Return the peak of boosting a model, and what of it is here, in bytes."""
     from transformers import LlamaForCausalLM
 
-    booster = Booster(plugin=HybridParallelPlugin(**OPTIONS))
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, pp_size=2))
     DistCoordinator().block_all(name="everybody is ready", timeout_seconds=60)
     # Pages of the model's file, which is mapped, are no memory of the model's; how many are there, the kernel decides.
     with freed_at_once(), peak_memory(maps_files=folder is not None) as memory:
         with LazyInitContext() as context:
-            model = make_llama(settings) if folder is None else LlamaForCausalLM.from_pretrained(folder)
+            model = tiny_llama(**settings) if folder is None else LlamaForCausalLM.from_pretrained(folder)
         boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     assert context.run_eagerly == {}
     return memory.peak_bytes, sum(parameter.nbytes for parameter in boosted.parameters())
@@ -92,7 +86,7 @@ def measured(settings: dict[str, int], folder: Path | None) -> float:
         if each is settings:
             peaks = [min(least, peak) for least, (peak, _) in zip(peaks, results, strict=True)]
     with torch.device("meta"):
-        total = 4 * sum(parameter.numel() for parameter in make_llama(settings).parameters())
+        total = 4 * sum(parameter.numel() for parameter in tiny_llama(**settings).parameters())
     assert sum(here for _, here in results) == pytest.approx(total, rel=0.01)  # norms are whole on every rank
     return sum(peaks) / total
 

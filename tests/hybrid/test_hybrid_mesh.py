@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from ranked import on_ranks
 
 from booster_core.errors import ConfigError
 from booster_hybrid.mesh import AXES, COMMUNICATING, MeshShape, make_axes, mesh_shape, with_experts
-from booster_testing import run_on_ranks
 
 ORDERS = list(itertools.permutations(AXES))
 SIZES = [(1, {}), (6, {"tp": 3}), (24, {"pp": 2, "sp": 3, "tp": 2}), (512, {"pp": 4, "sp": 2, "tp": 8})]
@@ -86,21 +86,16 @@ def test_sizes_that_do_not_divide_the_world_are_named_with_those_that_would():
         mesh_shape({"tp": 3}, ("dp", "pp", "tp"), 8)
 
 
-def axes_and_calls():
-    """Return this rank's place in groups, and the lists of ranks of which groups were made."""
+@on_ranks(4)
+def test_a_rank_makes_only_the_groups_it_is_in():
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         made = make_axes(
             MeshShape({"dp": 2, "pp": 1, "tp": 2}), [("tp",), ("pp",), ("dp",), ("dp", "tp"), ("pp", "tp"), ()]
         )
     assert made["tp",] is made["pp", "tp"]
     assert made["pp",] is made[()]
-    return {axes: (axis.ranks, axis.index, axis.group.size()) for axes, axis in made.items()}, [
-        call.args[0] for call in new_group.call_args_list
-    ]
-
-
-def test_a_rank_makes_only_the_groups_it_is_in():
-    _, _, (found, calls), _ = run_on_ranks(axes_and_calls, 4)
-    assert (found["tp",], found["dp",]) == (((2, 3), 0, 2), ((0, 2), 1, 2))
-    assert found["dp", "tp"] == ((0, 1, 2, 3), 2, 4)
-    assert calls == [[2, 3], [2], [0, 2], [0, 1, 2, 3]]
+    if dist.get_rank() == 2:
+        found = {axes: (axis.ranks, axis.index, axis.group.size()) for axes, axis in made.items()}
+        assert (found["tp",], found["dp",]) == (((2, 3), 0, 2), ((0, 2), 1, 2))
+        assert found["dp", "tp"] == ((0, 1, 2, 3), 2, 4)
+        assert [call.args[0] for call in new_group.call_args_list] == [[2, 3], [2], [0, 2], [0, 1, 2, 3]]

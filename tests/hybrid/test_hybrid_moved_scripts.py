@@ -2,49 +2,40 @@
 
 import pytest
 import torch.distributed as dist
+from ranked import on_ranks
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.mesh import PipelinePosition
-from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 
-def answers(options):
-    """Return what a plugin says of each rank, after the model was boosted."""
-    plugin = HybridParallelPlugin(**options)
-    Booster("cpu", plugin=plugin).boost(tiny_llama(num_hidden_layers=4))
-    manager = plugin.stage_manager
-    assert plugin.coordinates["dp"] == dist.get_process_group_ranks(plugin.dp_group).index(dist.get_rank())
-    return {
-        "sizes": (plugin.dp_size, plugin.pp_size, plugin.sp_size, plugin.tp_size, plugin.zero_stage),
-        "stage": manager and (manager.stage, manager.num_stages, manager.is_first_stage(), manager.is_last_stage()),
-        **{
-            axis: tuple(dist.get_process_group_ranks(getattr(plugin, f"{axis}_group")))
-            for axis in ("dp", "pp", "sp", "tp")
-        },
-    }
-
-
+@on_ranks(4)
 def test_sizes_groups_and_stages_are_those_of_the_mesh():
-    found = run_on_ranks(answers, 4, {"pp_size": 2, "zero_stage": 1, "num_microbatches": 2})
-    assert [each["sizes"] for each in found] == [(2, 2, 1, 1, 1)] * 4
-    assert [each["stage"] for each in found] == [(0, 2, True, False), (1, 2, False, True)] * 2
-    assert [each["pp"] for each in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert [each["dp"] for each in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    assert [each["tp"] for each in found] == [each["sp"] for each in found] == [(rank,) for rank in range(4)]
-    found = run_on_ranks(answers, 2, {"tp_size": 2})
-    assert [(each["sizes"], each["stage"], each["tp"]) for each in found] == [((1, 1, 1, 2, 0), None, (0, 1))] * 2
-
-
-def last_of(style):
-    return HybridParallelPlugin(pp_size=2, pp_style=style).stage_manager.is_last_stage()
+    rank, ranks_of = dist.get_rank(), dist.get_process_group_ranks
+    plugin = HybridParallelPlugin(pp_size=2, zero_stage=1, num_microbatches=2)
+    Booster("cpu", plugin=plugin).boost(tiny_llama(num_hidden_layers=4))
+    assert (plugin.dp_size, plugin.pp_size, plugin.sp_size, plugin.tp_size, plugin.zero_stage) == (2, 2, 1, 1, 1)
+    manager, is_last = plugin.stage_manager, rank % 2 == 1
+    assert (manager.stage, manager.num_stages) == (rank % 2, 2)
+    assert (manager.is_first_stage(), manager.is_last_stage()) == (not is_last, is_last)
+    assert ranks_of(plugin.pp_group) == ([0, 1] if rank < 2 else [2, 3])
+    assert ranks_of(plugin.dp_group) == ([1, 3] if is_last else [0, 2])
+    assert ranks_of(plugin.tp_group) == ranks_of(plugin.sp_group) == [rank]
+    assert plugin.coordinates["dp"] == rank // 2
+    plugin = HybridParallelPlugin(tp_size=2)
+    Booster("cpu", plugin=plugin).boost(tiny_llama())
+    assert (plugin.dp_size, plugin.pp_size, plugin.sp_size, plugin.tp_size, plugin.zero_stage) == (2, 1, 1, 2, 0)
+    assert plugin.stage_manager is None
+    assert ranks_of(plugin.tp_group) == ([0, 1] if rank < 2 else [2, 3])
 
 
 @pytest.mark.parametrize(("style", "expected"), [("interleaved", [False, True]), ("zbv", [True, False])])
+@on_ranks(2)
 def test_the_last_stage_is_on_the_rank_that_gets_the_loss(style, expected):
-    assert run_on_ranks(last_of, 2, style) == expected
+    plugin = HybridParallelPlugin(pp_size=2, pp_style=style)
+    assert plugin.stage_manager.is_last_stage() == expected[dist.get_rank()]
 
 
 @pytest.mark.parametrize("name", ["dp_size", "coordinates", "stage_manager"])

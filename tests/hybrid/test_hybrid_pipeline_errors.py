@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from forked_scripts import torchrun_variables
+from hybrid_runs import boosted
 from matrix import matrix, named
 from model_zoo import get_model
 from ranked import on_ranks, raises_on_ranks
@@ -14,10 +15,7 @@ from booster_core import Booster
 from booster_core.errors import AbsentValueError, ConfigError, GradientError
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_runtime import full_gradient
-from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
-
-ZOO = "transformers/llama"
 
 
 def llama():
@@ -25,20 +23,8 @@ def llama():
     return tiny_llama(num_hidden_layers=4)
 
 
-def boosted(**options):
-    booster = Booster(plugin=HybridParallelPlugin(**{"pp_size": 2, **options}))
-    model = llama()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return booster, model, optimizer
-
-
-def batch(samples=4):
-    return get_model(ZOO).share(0, 0, samples)
-
-
-def execute(criterion, samples, options):
-    booster, model, optimizer = boosted(**options)
-    booster.execute_pipeline(iter([batch(samples)]), model, criterion, optimizer)
+def batch():
+    return get_model("transformers/llama").share(0, 0, 4)
 
 
 def own_loss(outputs, _):
@@ -76,13 +62,16 @@ def ended(outputs, _):
     },
     options=named([{}, {"zero_stage": 2}, {"zero_stage": 3}, {"pp_style": "zbv"}], ["1f1b", "zero2", "zero3", "zbv"]),
 )
+@on_ranks(4)
 def test_an_error_in_the_criterion_raises_on_every_rank(criterion, kind, message, options):
-    expect_on_ranks(kind, message, execute, 4, criterion, 4, options)
+    booster, model, optimizer = boosted(llama(), pp_size=2, **options)
+    with pytest.raises(kind, match=message):
+        booster.execute_pipeline(iter([batch()]), model, criterion, optimizer)
 
 
 @raises_on_ranks(ConfigError, r"`full_gradient`.*take the names from the model before `boost`", 2)
 def test_ranks_that_ask_for_gradients_of_their_own_stages_raise():
-    booster, model, _ = boosted()
+    booster, model, _ = boosted(llama(), pp_size=2)
     for name, _ in model.unwrap().named_parameters():
         full_gradient(booster, model, name)
 
@@ -128,53 +117,46 @@ def test_all_ranks_end_when_one_of_a_stage_fails(failing, style, scripts, tmp_pa
     assert seconds < 120, "they would wait for the time limit of 1,200 s"
 
 
-class Deep(torch.nn.Module):
-    """Passes on a tensor of more dimensions than are sent."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
-
-    def forward(self, x):
-        x = self.layers[0](x.view(-1, *[1] * 8, 4))
-        return self.layers[1](x).flatten(1)
-
-
-def train_layers(build):
-    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.ones(2, 4)}
-    booster, model = Booster(plugin=HybridParallelPlugin(pp_size=2, **example)), build()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, lambda outputs, _: outputs.mean(), optimizer)
-
-
+@raises_on_ranks(
+    ConfigError, r"can't send argument 'input' of layer 'layers\.1': it is of torch\.float32 and has 10 dimensions", 2
+)
 def test_activations_that_cannot_be_sent_are_named_on_every_rank():
-    message = r"can't send argument 'input' of layer 'layers\.1': it is of torch\.float32 and has 10 dimensions"
-    expect_on_ranks(ConfigError, message, train_layers, 2, Deep)
+    class Deep(torch.nn.Module):
+        """Passes on a tensor of more dimensions than are sent."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+
+        def forward(self, x):
+            x = self.layers[0](x.view(-1, *[1] * 8, 4))
+            return self.layers[1](x).flatten(1)
+
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.ones(2, 4)}
+    booster, model, optimizer = boosted(Deep(), pp_size=2, **example)
+    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, lambda outputs, _: outputs.mean(), optimizer)
 
 
 @pytest.mark.parametrize("way", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 @raises_on_ranks((ConfigError, AbsentValueError), "execute_pipeline", 2)
 def test_calling_the_model_or_backward_is_refused_in_a_pipeline(way):
-    booster, model, optimizer = boosted()
+    booster, model, optimizer = boosted(llama(), pp_size=2)
     if way == "forward":
         model(**batch())
     booster.backward(next(model.parameters()).sum(), optimizer)
 
 
-def few_microbatches():
-    booster, model, optimizer = boosted(num_microbatches=1)
+@on_ranks(2)
+def test_fewer_microbatches_than_stages_train_with_a_warning():
+    booster, model, optimizer = boosted(llama(), pp_size=2, num_microbatches=1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
             booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
-    return [str(each.message) for each in seen]
-
-
-def test_fewer_microbatches_than_stages_train_with_a_warning():
-    first, second = run_on_ranks(few_microbatches, 2)
-    assert len(first) == 1
-    assert first[0].startswith("1 microbatch(es) leave each of the 2 ranks of the pipeline idle for 50% of a step.")
-    assert second == []
+    assert len(seen) == (torch.distributed.get_rank() == 0)
+    for each in seen:
+        text = "1 microbatch(es) leave each of the 2 ranks of the pipeline idle for 50% of a step."
+        assert str(each.message).startswith(text)
 
 
 @on_ranks(2)
@@ -194,7 +176,7 @@ def test_a_pipeline_without_an_optimizer_evaluates_and_does_not_train():
 
 @on_ranks(2)
 def test_parameters_of_other_stages_are_found_by_name_and_raise_where_they_are_read():
-    _, model, _ = boosted()
+    _, model, _ = boosted(llama(), pp_size=2)
     rank = torch.distributed.get_rank()
     names = ["model.embed_tokens.weight", "lm_head.weight"]
     assert model.get_parameter(names[rank]).norm() > 0

@@ -4,19 +4,21 @@ Compared with plain torch in one process. Muon updates whole matrices, which com
 """
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process
+from cases import Case, Setting, assert_equals_one_process, in_fp64
 from handwritten_gpts import Config, FusedGPT, batch, loss_of, policy
+from hybrid_runs import ULYSSES
 from matrix import matrix
 from ranked import on_ranks
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster_core.errors import BoosterError
 from booster_hybrid import HybridParallelPlugin, gathered_matrices
+from booster_testing.models import tiny_llama
 
 
 def gpt(layers=2):
@@ -24,27 +26,12 @@ def gpt(layers=2):
     return FusedGPT(Config(n_layer=layers)).double()
 
 
-def deep_gpt():
-    return gpt(4)
-
-
 def llama_batch(number, replica):
-    return {"input_ids": torch.randint(66, (4, 17), generator=torch.Generator().manual_seed(10 * number + replica))}
+    return {"input_ids": torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(10 * number + replica))}
 
 
 def llama_loss(outputs, batch):
     return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
-
-
-def llama(**settings):
-    """Return a model with two queries for a key, of which there are fewer than ranks."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 24}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=66, **{**sizes, **heads, **settings})).double()
-
-
-def tied_llama():
-    return llama(tie_word_embeddings=True, num_hidden_layers=3)
 
 
 def matrices_of(model):
@@ -65,7 +52,8 @@ def with_policy(**options):
 
 
 GPT = Case(build=gpt, batch=batch, loss=loss_of, optimizer=muon_and_adamw, steps=4)
-LLAMA = replace(GPT, build=llama, batch=llama_batch, loss=llama_loss)
+LLAMA = replace(GPT, build=partial(in_fp64, tiny_llama), batch=llama_batch, loss=llama_loss)
+"""Has two queries for a key, of which there are fewer than ranks."""
 OF_PIPELINE = {"pp_size": 2, "num_microbatches": 2}
 MESHES = {
     "tp": (GPT, Setting(with_policy, {"tp_size": 2})),
@@ -76,12 +64,12 @@ MESHES = {
     "tp zero-3": (GPT, Setting(with_policy, {"tp_size": 2, "zero_stage": 3}, 4)),
     "all_to_all": (
         GPT,
-        Setting(with_policy, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all", "zero_stage": 1}),
+        Setting(with_policy, {**ULYSSES, "zero_stage": 1}),
     ),
     "pp": (GPT, Setting(with_policy, OF_PIPELINE)),
     "pp zero-1": (GPT, Setting(with_policy, {**OF_PIPELINE, "zero_stage": 1}, 4)),
     "tp pp": (
-        replace(GPT, build=deep_gpt),
+        replace(GPT, build=partial(gpt, 4)),
         Setting(with_policy, {**OF_PIPELINE, "tp_size": 2, "pp_style": "zbv"}, 4),
     ),
     "zero-3": (GPT, Setting(HybridParallelPlugin, {"zero_stage": 3})),
@@ -107,24 +95,24 @@ def test_norms_and_factors_are_those_of_whole_parameters(tmp_path):
 
 
 def test_copies_on_stages_that_have_other_matrices_each_are_owned_by_the_same_ranks():
-    case = replace(LLAMA, build=tied_llama, optimizer=adafactor, max_norm=None, steps=2)
+    tied = partial(tiny_llama, tie_word_embeddings=True, num_hidden_layers=3)
+    case = replace(LLAMA, build=partial(in_fp64, tied), optimizer=adafactor, max_norm=None, steps=2)
     assert_equals_one_process(case, Setting(HybridParallelPlugin, {**OF_PIPELINE, "zero_stage": 1}, 4))
-
-
-class Failing(torch.optim.Muon):
-    """Runs out of memory, from some time on."""
-
-    fails = False
-
-    def step(self, closure=None):
-        if self.fails:
-            msg = "no memory is left"
-            raise RuntimeError(msg)
-        return super().step(closure)
 
 
 @on_ranks(2)
 def test_a_step_that_fails_on_one_rank_raises_on_all_and_leaves_groups_as_they_were():
+    class Failing(torch.optim.Muon):
+        """Runs out of memory, from some time on."""
+
+        fails = False
+
+        def step(self, closure=None):
+            if self.fails:
+                msg = "no memory is left"
+                raise RuntimeError(msg)
+            return super().step(closure)
+
     model = gpt()
     booster = Setting(with_policy, {"tp_size": 2}).make_booster()
     model, optimizer, *_ = booster.boost(model, Failing(matrices_of(model)))

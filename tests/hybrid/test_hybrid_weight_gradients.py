@@ -9,6 +9,7 @@ import pytest
 import torch
 from matrix import matrix
 from model_zoo import get_model
+from ranked import on_ranks
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,6 @@ from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_runtime.activations import enable_activation_checkpointing
-from booster_testing import run_on_ranks
 
 MODELS = ("llama", "llama_tied", "deepseek_v3", "gpt2_lm", "t5_generation", "vit_classification", "whisper_generation")
 
@@ -130,10 +130,6 @@ def test_a_tensor_hook_sees_the_sum_of_all_uses_once(source):
     assert torch.equal(model.up.weight.grad, whole.up.weight.grad)
 
 
-def recomputed(model, x, *, use_reentrant):
-    return checkpoint(model, x, use_reentrant=use_reentrant).square().sum()
-
-
 def under_autocast(model, x, *, dtype):
     with torch.autocast("cpu", dtype):
         return model(x).float().square().sum()
@@ -148,8 +144,8 @@ def with_a_backward_inside(model, x):
 LOSSES = {
     "once": lambda model, x: model(x).square().sum(),
     "used twice": lambda model, x: model(model(x)).square().sum(),
-    "recomputed": partial(recomputed, use_reentrant=False),
-    "recomputed by reentrance": partial(recomputed, use_reentrant=True),
+    "recomputed": lambda model, x: checkpoint(model, x, use_reentrant=False).square().sum(),
+    "recomputed by reentrance": lambda model, x: checkpoint(model, x, use_reentrant=True).square().sum(),
     "bf16": partial(under_autocast, dtype=torch.bfloat16),
     "fp16": partial(under_autocast, dtype=torch.float16),
     "with a backward inside": with_a_backward_inside,
@@ -213,17 +209,6 @@ def freeze(model):
         parameter.requires_grad_(number % 2 == 0)
 
 
-def split_model(name, before, *, is_sequence_split):
-    """Return a model whose layers are split."""
-    model = get_model(f"transformers/{name}").seeded()
-    before(model)
-    policy, group = policy_for(model), RankGroup.of(None)
-    split = parallelize(model, policy, group, parallel_output=False)
-    if is_sequence_split:
-        split_between_blocks(model, policy.layers, group, split)
-    return model
-
-
 CASES = {
     **{name: (2, name, {}) for name in ("llama", "llama_tied", "gpt2_lm", "falcon", "t5_generation")},
     "keys that ranks share": (3, "llama", {}),
@@ -236,12 +221,16 @@ CASES = {
 DEFAULT = ["falcon", *list(CASES)[5:]]
 
 
-def compare(name, dtype=torch.float32, before=lambda _: None, is_sequence_split=False):
-    model, whole = (split_model(name, before, is_sequence_split=is_sequence_split) for _ in range(2))
-    assert_gradients_of_one_backward(name, model, whole, dtype)
-
-
 @matrix(DEFAULT, case=CASES)
+@on_ranks(lambda case: CASES[case][0])
 def test_deferred_gradients_of_split_layers_equal_those_of_one_backward(case):
-    num_ranks, name, options = CASES[case]
-    run_on_ranks(compare, num_ranks, name, **options)
+    _, name, options = CASES[case]
+    models = [get_model(f"transformers/{name}").seeded() for _ in range(2)]
+    for model in models:
+        if "before" in options:
+            options["before"](model)
+        policy, group = policy_for(model), RankGroup.of(None)
+        split = parallelize(model, policy, group, parallel_output=False)
+        if "is_sequence_split" in options:
+            split_between_blocks(model, policy.layers, group, split)
+    assert_gradients_of_one_backward(name, *models, options.get("dtype", torch.float32))

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 from cases import Case, Setting, assert_equals_one_process, decayed, tokens, train_boosted
+from hybrid_runs import RING, SPLIT_GATHER, ULYSSES
 from matrix import matrix
 
 from booster_hybrid import HybridParallelPlugin
@@ -12,14 +13,10 @@ from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.models import tiny_llama
 from booster_zero import ZeroConfig
 
-
-def make(*, tied):
-    """Return a Llama whose layers fill four stages."""
-    return tiny_llama(num_hidden_layers=4, tie_word_embeddings=tied)
-
-
+LLAMA = partial(tiny_llama, num_hidden_layers=4)
+"""Its layers fill four stages."""
 TIED, UNTIED = (
-    Case(build=partial(make, tied=tied), batch=tokens(2, 8), optimizer=decayed, micro_batches=2)
+    Case(build=partial(LLAMA, tie_word_embeddings=tied), batch=tokens(2, 8), optimizer=decayed, micro_batches=2)
     for tied in (True, False)
 )
 
@@ -29,7 +26,7 @@ def setting_of(options, num_ranks, precision=None):
 
 
 PP, TP = {"pp_size": 2}, {"tp_size": 2}
-ULYSSES, RING = ({"sp_size": 2, "sequence_parallelism_mode": mode} for mode in ("all_to_all", "ring_attn"))
+
 MESHES = {
     "dp3": (3, {}),
     "dp2 tp2": (4, TP),
@@ -42,7 +39,7 @@ MESHES = {
     "dp2 pp2 interleaved": (4, {**PP, "pp_style": "interleaved", "num_model_chunks": 2}),
     "dp2 pp2 gpipe": (4, {**PP, "pp_style": "gpipe"}),
     "dp2 sp2": (4, ULYSSES),
-    "dp2 split_gather": (4, {**TP, "sequence_parallelism_mode": "split_gather"}),
+    "dp2 split_gather": (4, SPLIT_GATHER),
     "dp2 tp2 outside": (4, {**TP, "mesh_order": ("tp", "sp", "pp", "dp")}),
     "dp2 tp2 pp2": (8, {**PP, **TP}),
     "alone": (1, {}),

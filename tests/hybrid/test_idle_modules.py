@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, in_fp64, noise, own_loss
+from cases import Case, assert_equals_one_process, in_fp64, noise, own_loss
+from hybrid_runs import stages
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.policy.base import ShardingPolicy
 from booster_testing.compare import tolerance_for
 
 
@@ -90,10 +89,8 @@ def operations(booster, model, _optimizer):
 )
 def test_work_outside_of_the_layers_is_done_once(kind, options, more):
     make = partial(in_fp64, kind)
-    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": rows(0, 0)[:2]}
-    setting = Setting(HybridParallelPlugin, {"pp_size": 2, **example, **options})
     case = Case(build=make, batch=rows, steps=2, tolerance=tolerance_for(torch.float64), outputs=True)
-    found = assert_equals_one_process(case, setting, tell=operations)
+    found = assert_equals_one_process(case, stages(rows(0, 0)[:2], **options), tell=operations)
     with FlopCounterMode(display=False) as alone:
         make()(rows(0, 0))
     assert sum(found) / alone.get_total_flops() == pytest.approx(1.0 + more, abs=0.05)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import transformers
 from cases import Case, Setting, assert_equals_one_process, own_loss
 from compiler_warnings import ignore_compiler_warnings
+from hybrid_runs import SPLIT_GATHER
 from matrix import matrix, named
 from model_parity import assert_parts_of_gradients
 from ranked import on_ranks, raises_on_ranks
@@ -25,12 +25,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.mesh import RankGroup
+from booster_hybrid.mesh import AloneRank, RankGroup
 from booster_hybrid.policy.find import policy_for
 from booster_hybrid.policy.mixers import MIXERS
 from booster_hybrid.sequence_parallel.mixers import ForwardOfHeads
 from booster_hybrid.tensor_parallel.plan import parallelize
-from booster_testing import run_on_ranks
 from booster_testing.compare import Tolerance
 
 DELTA = {
@@ -103,14 +102,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 RANKS = 2
 
 
-@dataclass
-class Rank:
-    """One of several ranks, which sends nothing."""
-
-    rank: int
-    size: int = RANKS
-
-
 def mixer_of(kind: str) -> nn.Module:
     """Return a part of a class with random weights, biases and norms too, in fp64."""
     name, options = CONFIGS[kind]
@@ -139,7 +130,7 @@ def test_the_terms_of_ranks_sum_to_the_whole(kind):
     total = torch.zeros_like(output)
     for rank in range(RANKS):
         part = mixer_of(kind)
-        forward = ForwardOfHeads.of(part, Rank(rank))
+        forward = ForwardOfHeads.of(part, AloneRank(None, rank, RANKS))
         assert forward is not None
         given = hidden.clone().requires_grad_()
         with FlopCounterMode(display=False) as counter:
@@ -156,14 +147,14 @@ def test_the_terms_of_ranks_sum_to_the_whole(kind):
 
 
 def test_heads_that_ranks_cannot_share_out_stay_together():
-    assert ForwardOfHeads.of(mixer_of("Qwen3NextGatedDeltaNet"), Rank(0, 3)) is None
+    assert ForwardOfHeads.of(mixer_of("Qwen3NextGatedDeltaNet"), AloneRank(None, 0, 3)) is None
 
 
 def test_what_hangs_on_a_part_sees_it_whole():
     mixer = mixer_of("Lfm2ShortConv")
     hidden = torch.randn(1, 12, SMALL["hidden_size"], dtype=torch.float64)
     expected = mixer(hidden)
-    forward = ForwardOfHeads.of(mixer, Rank(1))
+    forward = ForwardOfHeads.of(mixer, AloneRank(None, 1, RANKS))
     seen = []
     mixer.in_proj.register_forward_hook(lambda _module, _args, output: seen.append(output.shape[-1]))
     torch.testing.assert_close(mixer(hidden), expected)
@@ -177,7 +168,7 @@ MESHES = {
     "tp2": (2, {"tp_size": 2}),
     "tp2zero3": (4, {"tp_size": 2, "zero_stage": 3}),
     "tp2pp2": (4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}),
-    "split_gather": (2, {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}),
+    "split_gather": (2, SPLIT_GATHER),
 }
 
 
@@ -202,7 +193,7 @@ def batch_of(number: int, replica: int, samples: int = 2) -> dict[str, torch.Ten
     return {"input_ids": tokens, "labels": tokens}
 
 
-def split_for_good(kind: str, options: dict[str, Any]) -> None:
+def assert_split_for_good(kind: str, **options: Any) -> None:
     whole = whole_model_of(kind, **options)
     model = copy.deepcopy(whole)
     split = parallelize(model, policy_for(whole), RankGroup.of(None), parallel_output=False)
@@ -221,12 +212,14 @@ def split_for_good(kind: str, options: dict[str, Any]) -> None:
 
 
 @matrix(["Qwen3NextGatedDeltaNet"], kind=TRAINED)
+@on_ranks(2)
 def test_heads_are_split_by_tensor_parallelism(kind):
-    run_on_ranks(split_for_good, 2, kind, {})
+    assert_split_for_good(kind)
 
 
+@on_ranks(2)
 def test_ranks_may_have_different_numbers_of_heads():
-    run_on_ranks(split_for_good, 2, "Qwen3NextGatedDeltaNet", {"linear_num_key_heads": 3, "linear_num_value_heads": 6})
+    assert_split_for_good("Qwen3NextGatedDeltaNet", linear_num_key_heads=3, linear_num_value_heads=6)
 
 
 @on_ranks(2)
@@ -245,10 +238,6 @@ def test_a_model_none_of_whose_layers_can_be_split_is_refused() -> None:
     Booster(plugin=HybridParallelPlugin(tp_size=2)).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def case_of(kind: str) -> Case:
-    return Case(build=partial(whole_model_of, kind), batch=batch_of, tolerance=LIKE_FP32, max_norm=1.0)
-
-
 @matrix(
     ["Lfm2ShortConv-split_gather", "FalconH1Mixer-tp2zero3"],
     kind=["Qwen3NextGatedDeltaNet", "KimiLinearDeltaAttention", "FalconH1Mixer", "Lfm2ShortConv"],
@@ -257,11 +246,27 @@ def case_of(kind: str) -> Case:
 def test_models_train_as_in_one_process_and_go_on_from_a_checkpoint(kind, mesh, tmp_path):
     num_ranks, options = mesh
     setting = Setting(HybridParallelPlugin, {**options, "example_batch": batch_of(0, 0)}, num_ranks)
-    assert_equals_one_process(case_of(kind), setting, checkpoint=tmp_path / "checkpoint")
+    case = Case(build=partial(whole_model_of, kind), batch=batch_of, tolerance=LIKE_FP32, max_norm=1.0)
+    assert_equals_one_process(case, setting, checkpoint=tmp_path / "checkpoint")
 
 
-def generate_and_adapt(kind: str, targets: list[str]) -> None:
+# Version 0.21 of peft reads an attribute that transformers 5.23 has renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@matrix(
+    ["qwen"],
+    case=named(
+        [
+            ("Qwen3NextGatedDeltaNet", ["in_proj_qkvz", "out_proj"]),
+            ("BambaMixer", ["in_proj", "out_proj"]),
+            ("KimiLinearDeltaAttention", ["g_a_proj", "g_b_proj", "q_proj"]),
+        ],
+        ["qwen", "bamba", "kimi"],
+    ),
+)
+@on_ranks(2)
+def test_split_heads_generate_and_have_adapters(case):
     peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
+    kind, targets = case
     whole = whole_model_of(kind).eval()
     prompt = batch_of(0, 0)["input_ids"]
     expected = whole.generate(prompt, max_new_tokens=5, do_sample=False, use_cache=True)
@@ -280,23 +285,6 @@ def generate_and_adapt(kind: str, targets: list[str]) -> None:
             of_rank = split.splits.get(name.replace("base_model.model.", "", 1))
             wanted = parameter.grad if of_rank is None else of_rank.take(parameter.grad)
             torch.testing.assert_close(found[name].grad, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
-
-
-# Version 0.21 of peft reads an attribute that transformers 5.23 has renamed.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@matrix(
-    ["qwen"],
-    case=named(
-        [
-            ("Qwen3NextGatedDeltaNet", ["in_proj_qkvz", "out_proj"]),
-            ("BambaMixer", ["in_proj", "out_proj"]),
-            ("KimiLinearDeltaAttention", ["g_a_proj", "g_b_proj", "q_proj"]),
-        ],
-        ["qwen", "bamba", "kimi"],
-    ),
-)
-def test_split_heads_generate_and_have_adapters(case):
-    run_on_ranks(generate_and_adapt, 2, *case)
 
 
 @matrix(["FalconH1Mixer"], kind=["FalconH1Mixer", "BambaMixer"])

@@ -1,6 +1,7 @@
 """Models and heads on every mesh: loss, gradients, norm and parameters are those of one process."""
 
 from cases import Setting, assert_equals_one_process, train_boosted, zoo_case
+from hybrid_runs import MODES
 from matrix import matrix
 from model_parity import NAMES, assert_near_fp32, parity_case, parity_setting
 from t5_sequences import REFUSED, is_refused
@@ -10,11 +11,6 @@ from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks
 
 TENSOR = {"tp_size": 2}
-MODES = {
-    "all_to_all": {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
-    "ring_attn": {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
-    "split_gather": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
-}
 PLAIN = {"tp2": (2, TENSOR), "tp2-dp2zero1": (4, {**TENSOR, "zero_stage": 1})}
 SEQUENCES = {mode: (2, options) for mode, options in MODES.items()}
 OF_REPLICAS = {

@@ -4,85 +4,62 @@ import weakref
 
 import pytest
 import torch
+from hybrid_runs import boosted
 from matrix import matrix
 from model_zoo import get_model
 from ranked import raises_on_ranks
 from residual_stack import Stack
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
 from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 
 MICROBATCHES = 4
-KEPT_BYTES = 1 << 20
-
-
-class Kept:
-    """Counts the activations that are alive."""
-
-    live = peak = 0
-
-    def add(self, tensor):
-        self.live += 1
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(tensor, self.remove)
-
-    def remove(self):
-        self.live -= 1
 
 
 class Keep(torch.autograd.Function):
-    """Keeps an activation for backward."""
+    """Keeps an activation for backward, and notes how many are alive."""
 
     @staticmethod
-    def forward(ctx, x, kept):
-        saved = x.new_zeros(KEPT_BYTES // x.element_size())
-        kept.add(saved)
+    def forward(ctx, x, kept, counts):
+        saved = x.new_zeros(1)
         ctx.save_for_backward(saved)
+        kept.append(weakref.ref(saved))
+        counts.append(sum(each() is not None for each in kept))
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
         assert ctx.saved_tensors
-        return gradient, None
+        return gradient, None, None
 
 
 class Layer(nn.Module):
-    def __init__(self, kept):
+    def __init__(self, *kept):
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.dropout = nn.Dropout(0.5)
-        self.kept = kept
+        self.linear, self.dropout, self.kept = nn.Linear(4, 4), nn.Dropout(0.5), kept
 
     def forward(self, x):
-        return self.dropout(Keep.apply(self.linear(x), self.kept))
+        return self.dropout(Keep.apply(self.linear(x), *self.kept))
 
 
 def train(options):
-    """Return this rank's gradients, and how many large activations were alive at one time."""
-    kept = Kept()
+    """Return this rank's gradients, and how many activations were alive at one time."""
+    kept, counts = [], []
     torch.manual_seed(3)
     model = Stack()
-    model.layers = nn.ModuleList(Layer(kept) for _ in range(8))
+    model.layers = nn.ModuleList(Layer(kept, counts) for _ in range(8))
     batch = {"x": torch.ones(MICROBATCHES, 2, 4)}
-    plugin = HybridParallelPlugin(
-        pp_size=2,
-        num_microbatches=MICROBATCHES,
-        custom_policy=ShardingPolicy(layers=("layers",)),
-        example_batch=batch,
-        **options,
-    )
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    kept.live = kept.peak = 0
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": batch}
+    booster, model, optimizer = boosted(model, pp_size=2, num_microbatches=MICROBATCHES, **example, **options)
+    kept.clear()
+    counts.clear()
     torch.manual_seed(7)
     booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.square().mean(), optimizer)
-    return {key: full_gradient(booster, model, key) for key in booster.plugin.parameter_paths(model)}, kept.peak
+    return {key: full_gradient(booster, model, key) for key in booster.plugin.parameter_paths(model)}, max(counts)
 
 
 @matrix(["zbv"], style=["1f1b", "interleaved", "zbv"])
@@ -117,8 +94,6 @@ def test_kept_activations_match_schedule_and_checkpoint_ratio(ratio, style, expe
 
 @raises_on_ranks(ConfigError, r"'model\.layers\.0' is checkpointed by the model itself", 2)
 def test_checkpoint_ratio_is_refused_with_gradient_checkpointing():
-    options = {"checkpoint_ratio": (1.0, 0.0)}
     model = get_model("transformers/llama").seeded()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    plugin = HybridParallelPlugin(pp_size=2, **options)
-    Booster("cpu", plugin=plugin).boost(model)
+    boosted(model, pp_size=2, checkpoint_ratio=(1.0, 0.0))

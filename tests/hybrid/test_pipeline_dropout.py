@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hybrid_runs import boosted
 from matrix import matrix
+from ranked import on_ranks
 from residual_stack import SPLIT, Layer, Stack
 from torch import nn
 
-from booster_core import Booster
-from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
 
 MICROBATCHES = 3
@@ -41,11 +41,8 @@ def masks_of(options):
     model = Stack()
     model.layers = nn.ModuleList(Dropping(number, masks) for number in range(LAYERS))
     batch = {"x": torch.ones(MICROBATCHES, 8)}
-    plugin = HybridParallelPlugin(
-        pp_size=2, num_microbatches=MICROBATCHES, custom_policy=SPLIT, example_batch=batch, **options
-    )
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    options = {"num_microbatches": MICROBATCHES, "custom_policy": SPLIT, "example_batch": batch, **options}
+    booster, model, optimizer = boosted(model, pp_size=2, **options)
     masks.clear()
     torch.manual_seed(1)  # alike on all ranks
     for _ in range(2):
@@ -71,43 +68,38 @@ def test_dropout_matches_on_tensor_parallel_ranks():
     assert not {mask for _, mask in masks[0]} & {mask for _, mask in masks[2]}
 
 
-class Diffusion(nn.Module):
-    """Adds noise before its layers, which return what they get, and takes it away after them."""
+@pytest.mark.parametrize("style", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow), "zbv"])
+@on_ranks(2)
+def test_noise_before_layers_is_that_after_them(style):
+    """Outputs are zero, in training and evaluation."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
-        for layer in self.layers:
-            nn.init.eye_(layer.weight)
+    class Diffusion(nn.Module):
+        """Adds noise before its layers, which return what they get, and takes it away after them."""
 
-    def forward(self, x):
-        noise = torch.randn_like(x) + np.random.rand() + random.random()  # noqa: NPY002 - what models do
-        found = x + noise
-        for layer in self.layers:
-            found = layer(found)
-        return found - x - noise
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+            for layer in self.layers:
+                nn.init.eye_(layer.weight)
 
+        def forward(self, x):
+            noise = torch.randn_like(x) + np.random.rand() + random.random()  # noqa: NPY002 - what models do
+            found = x + noise
+            for layer in self.layers:
+                found = layer(found)
+            return found - x - noise
 
-def losses_of(style):
-    """Return the losses of models that return zero, in training and evaluation."""
-    plugin = HybridParallelPlugin(pp_size=2, pp_style=style, num_microbatches=4, example_batch={"x": torch.randn(2, 8)})
-    booster = Booster("cpu", plugin=plugin)
-    model = Diffusion()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    example = {"x": torch.randn(2, 8)}
+    booster, model, optimizer = boosted(
+        Diffusion(), pp_size=2, pp_style=style, num_microbatches=4, example_batch=example
+    )
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(dist.get_rank())
     np.random.seed(dist.get_rank())  # noqa: NPY002 - the generator that models use
     random.seed(dist.get_rank())
     before = random.getstate()
-    found = []
     for trained in (optimizer, None, optimizer):
-        result = booster.execute_pipeline(iter([{"x": x}]), model, lambda out, _: out.square().mean(), trained)
-        found.append(result["loss"])
+        loss = booster.execute_pipeline(iter([{"x": x}]), model, lambda out, _: out.square().mean(), trained)["loss"]
+        assert (loss is not None) == booster.plugin.stage_manager.is_last_stage()
+        assert loss is None or float(loss) == pytest.approx(0.0, abs=1e-10)
     assert random.getstate() == before
-    return [float(each) for each in found if each is not None]
-
-
-@pytest.mark.parametrize("style", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow), "zbv"])
-def test_noise_before_layers_is_that_after_them(style):
-    found = [loss for losses in run_on_ranks(losses_of, 2, style) for loss in losses]
-    assert found == pytest.approx([0.0] * 3, abs=1e-10)

@@ -4,26 +4,21 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, own_loss
+from cases import Case, Setting, assert_equals_one_process, in_fp64, own_loss
+from hybrid_runs import RING, stages
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 from torch.nn import functional
 
 from booster_core.errors import ConfigError
-from booster_hybrid import HybridParallelPlugin, ShardingPolicy
+from booster_hybrid import HybridParallelPlugin
 from booster_runtime import linear_cross_entropy, train_batch
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
 
 SIZE, WORDS, SAMPLES = 8, 12, 6
 LENGTHS = (2, 8, 7, 1, 5, 8)
 """Labels of each sample that count; four microbatches have 10, 8, 5 and 8."""
-
-
-def build_llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": WORDS}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes)).double()
 
 
 def text(side, number, replica):
@@ -37,7 +32,7 @@ def text(side, number, replica):
 MESHES = {
     "pp": (2, {}),
     "tp2pp2": (4, {"tp_size": 2}),
-    "ring2pp2": (4, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
+    "ring2pp2": (4, RING),
 }
 
 
@@ -50,7 +45,8 @@ MESHES = {
 def test_the_loss_of_a_language_model_is_that_of_one_process(mesh, style, side):
     num_ranks, options = MESHES[mesh]
     options = {"pp_size": 2, "num_microbatches": 4, "pp_style": style, **options}
-    case = Case(build=build_llama, batch=partial(text, side), loss=own_loss, steps=2)
+    llama = partial(tiny_llama, num_hidden_layers=4, vocab_size=WORDS)
+    case = Case(build=partial(in_fp64, llama), batch=partial(text, side), loss=own_loss, steps=2)
     assert_equals_one_process(case, Setting(HybridParallelPlugin, options, num_ranks))
 
 
@@ -105,10 +101,7 @@ def tags(number, replica):
     return batch
 
 
-def setting(**options):
-    policy = ShardingPolicy(layers=("layers",))
-    example = {"custom_policy": policy, "example_batch": tags(0, 0)}
-    return Setting(HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 4, **example, **options})
+SETTING = stages(tags(0, 0), num_microbatches=4)
 
 
 def without_labels(number, replica):
@@ -120,16 +113,11 @@ def without_labels(number, replica):
     [(entropy, tags), (weighed, tags), (two, tags), (by_chunks, tags), (other_index, without_labels)],
 )
 def test_the_criterion_of_a_script_is_that_of_one_process(criterion, batch):
-    assert_equals_one_process(Case(build=Tagger, batch=batch, loss=criterion, steps=2), setting())
-
-
-def masked_inside(outputs, batch):
-    labels = batch["labels"].masked_fill(batch["input_ids"] < 3, -100)
-    return functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+    assert_equals_one_process(Case(build=Tagger, batch=batch, loss=criterion, steps=2), SETTING)
 
 
 def train(criterion, batch, weight=None):
-    booster = setting().make_booster()
+    booster = SETTING.make_booster()
     torch.manual_seed(0)
     model = Tagger()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -139,37 +127,41 @@ def train(criterion, batch, weight=None):
 def assert_loss_of_one_process(criterion, batch, weight=None):
     torch.manual_seed(0)
     expected = criterion(Tagger()(batch["input_ids"]), batch).item()
-    assert run_on_ranks(train, 2, criterion, batch, weight) == pytest.approx([expected] * 2)
+    assert train(criterion, batch, weight) == pytest.approx(expected)
 
 
+@on_ranks(2)
 def test_labels_that_are_made_in_the_criterion_raise_or_are_weighed():
-    batch = tags(0, 0)
-    expect_on_ranks(ConfigError, "mean over labels that count.*`weight=`", train, 2, masked_inside, batch)
-    assert_loss_of_one_process(masked_inside, batch, counted)
+    def masked_inside(outputs, batch):
+        labels = batch["labels"].masked_fill(batch["input_ids"] < 3, -100)
+        return functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+    def counted(batch):
+        return ((batch["labels"] != -100) & (batch["input_ids"] >= 3)).sum()
+
+    with pytest.raises(ConfigError, match=r"mean over labels that count.*`weight=`"):
+        train(masked_inside, tags(0, 0))
+    assert_loss_of_one_process(masked_inside, tags(0, 0), counted)
 
 
-def of_vectors(outputs, batch):
-    return ((outputs.mean((1, 2)) - batch["targets"]).square() * batch["weights"]).mean()
-
-
+@on_ranks(2)
 def test_vectors_that_the_criterion_alone_takes_are_cut_into_microbatches():
+    def of_vectors(outputs, batch):
+        return ((outputs.mean((1, 2)) - batch["targets"]).square() * batch["weights"]).mean()
+
     weights = torch.linspace(1.0, 2.0, SAMPLES).double()
     assert_loss_of_one_process(of_vectors, {**without_labels(0, 0), "targets": weights.square(), "weights": weights})
 
 
-def counted(batch):
-    return ((batch["labels"] != -100) & (batch["input_ids"] >= 3)).sum()
-
-
-def alike(outputs, batch):
-    """Label by position, alike in all samples: microbatches have equal shares, whatever the labels are made of."""
-    del batch
-    labels = torch.arange(SIZE).expand(outputs.shape[:2])
-    return functional.cross_entropy(outputs.flatten(0, 1), labels.masked_fill(labels < 2, -100).flatten())
-
-
+@on_ranks(2)
 def test_labels_of_equal_numbers_may_be_made_of_anything():
-    assert_equals_one_process(Case(build=Tagger, batch=tags, loss=alike, steps=1), setting())
+    """Label by position, alike in all samples: microbatches have equal shares, whatever the labels are made of."""
+
+    def alike(outputs, _batch):
+        labels = torch.arange(SIZE).expand(outputs.shape[:2])
+        return functional.cross_entropy(outputs.flatten(0, 1), labels.masked_fill(labels < 2, -100).flatten())
+
+    assert_equals_one_process(Case(build=Tagger, batch=tags, loss=alike, steps=1), SETTING)
 
 
 def masks(lengths, number, replica):
@@ -206,28 +198,27 @@ MASKED = (divided, divided_by_a_number, weighed_by_position, selected, selected_
 """Means over a mask, as trainers with rewards take them over answers (`masked_mean` of several libraries)."""
 
 
-def mask_sum(batch):
-    return batch["mask"].sum()
-
-
 @pytest.mark.parametrize("criterion", MASKED)
+@on_ranks(2)
 def test_a_mean_over_a_mask_of_other_lengths_raises_or_is_weighed(criterion):
     batch = masks(LENGTHS, 0, 0)
-    expect_on_ranks(ConfigError, r"`mask\.sum\(\)`.*`weight=`", train, 2, criterion, batch)
-    assert_loss_of_one_process(criterion, batch, mask_sum)
+    with pytest.raises(ConfigError, match=r"`mask\.sum\(\)`.*`weight=`"):
+        train(criterion, batch)
+    assert_loss_of_one_process(criterion, batch, lambda batch: batch["mask"].sum())
 
 
 @pytest.mark.parametrize("criterion", MASKED)
 def test_a_mean_over_a_mask_of_equal_lengths_is_that_of_one_process(criterion):
     case = Case(build=Tagger, batch=partial(masks, (2, 8, 5, 5, 4, 6)), loss=criterion, steps=2)
-    assert_equals_one_process(case, setting(num_microbatches=3))
+    assert_equals_one_process(case, stages(tags(0, 0), num_microbatches=3))
 
 
-def by_sample(outputs, batch):
-    """Take the mean over each sample's mask, weigh samples, and add a mean over all of them."""
-    own = (losses_of(outputs) * batch["mask"]).sum(1) / batch["mask"].sum(1)
-    return (own * batch["mask"].mean(1)).mean() + batch["mask"].mean() - outputs[..., 0].mean()
-
-
+@on_ranks(2)
 def test_means_over_each_samples_mask_are_those_of_one_process():
-    assert_equals_one_process(Case(build=Tagger, batch=partial(masks, LENGTHS), loss=by_sample, steps=2), setting())
+    """Take the mean over each sample's mask, weigh samples, and add a mean over all of them."""
+
+    def by_sample(outputs, batch):
+        own = (losses_of(outputs) * batch["mask"]).sum(1) / batch["mask"].sum(1)
+        return (own * batch["mask"].mean(1)).mean() + batch["mask"].mean() - outputs[..., 0].mean()
+
+    assert_equals_one_process(Case(build=Tagger, batch=partial(masks, LENGTHS), loss=by_sample, steps=2), SETTING)

@@ -16,24 +16,6 @@ from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.stages import find_cuts
 
 
-def staged(model, schedule, rank, config, part):
-    """Return a rank's stages of a model."""
-    cuts = find_cuts(model, ["layers"], part, config, trains=True)
-    ranges = share_layers(len(cuts.trace.layers), schedule.placement.num_stages)
-    return StagedModel(
-        model, cuts, [ranges[each] for each in schedule.placement.stages_of(rank)], lambda each: each.dtype
-    )
-
-
-def logged(log):
-    """Return two layers that write down when they compute."""
-    model = Stack()
-    model.layers = model.layers[:2]
-    for layer in model.layers:
-        layer.register_forward_pre_hook(lambda *_: log.append("compute"))
-    return model
-
-
 class StandIn:
     """In place of the other ranks: answers at once, and writes down what is asked of it."""
 
@@ -67,12 +49,17 @@ class StandIn:
 
 
 def run(style, rank, num_microbatches=4):
+    """Run a rank's stage of two layers; return what it does in which order, and how much of what it sent is alive."""
     log: list[str] = []
     alive: list[int] = []
     schedule = make_schedule(style, 2, num_microbatches)
     parts = [{"x": torch.ones(2, 8)} for _ in range(num_microbatches)]
-    stages = staged(logged(log), schedule, rank, PipelineConfig(size=2, style=style), parts[0])
-    log.clear()
+    model = Stack()
+    model.layers = model.layers[:2]
+    cuts = find_cuts(model, ["layers"], parts[0], PipelineConfig(size=2, style=style), trains=True)
+    stages = StagedModel(model, cuts, [share_layers(2, 2)[rank]], lambda each: each.dtype)
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: log.append("compute"))
 
     def backward(tensors, gradients, is_last):
         del is_last

@@ -40,17 +40,6 @@ def test_batches_of_a_data_set_that_makes_its_own_are_not_compared_with_single_s
     check_entries(DataLoader(batches, batch_size=None))
 
 
-class Vision(nn.Module):
-    """Has what transformers' vision models have."""
-
-    main_input_name = "pixel_values"
-    dummy_inputs = None
-
-    def __init__(self, **config):
-        super().__init__()
-        self.config = SimpleNamespace(**config)
-
-
 @pytest.mark.parametrize(
     ("config", "shape"),
     [
@@ -60,28 +49,36 @@ class Vision(nn.Module):
     ],
 )
 def test_vision_models_get_an_image_of_the_size_that_they_are_configured_for(config, shape):
+    class Vision(nn.Module):
+        """Has what transformers' vision models have."""
+
+        main_input_name = "pixel_values"
+        dummy_inputs = None
+
+        def __init__(self, **config):
+            super().__init__()
+            self.config = SimpleNamespace(**config)
+
     batch = example_batch(Vision(**config), None)
     assert list(batch) == ["pixel_values"]
     assert batch["pixel_values"].shape == shape
 
 
-class Drawing(Dataset):
-    """Draws from every generator that a data set may use."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()]) + index  # noqa: NPY002 - as in user code
-
-
-def seed():
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002 - the generator that such data sets use
-    torch.manual_seed(1)
-
-
 def test_reading_an_example_leaves_all_generators_as_they_were():
+    class Drawing(Dataset):
+        """Draws from every generator that a data set may use."""
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()]) + index  # noqa: NPY002 - as in user code
+
+    def seed():
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002 - the generator that such data sets use
+        torch.manual_seed(1)
+
     model = nn.Linear(3, 1)
     seed()
     expected = Drawing()[0]
@@ -98,24 +95,22 @@ class Inner:
     name: str = "inner"
 
 
-@dataclasses.dataclass
-class Outputs:
-    logits: torch.Tensor
-    inner: Inner
-    seen: list[torch.Tensor]
-
-
 class Opaque:
     def __init__(self, logits):
         self.logits = logits
 
 
-def outputs(start):
-    values = torch.arange(start, start + 2.0)
-    return Outputs(values, Inner(values + 10), [values + 20])
-
-
 def test_outputs_in_dataclasses_are_joined():
+    @dataclasses.dataclass
+    class Outputs:
+        logits: torch.Tensor
+        inner: Inner
+        seen: list[torch.Tensor]
+
+    def outputs(start):
+        values = torch.arange(start, start + 2.0)
+        return Outputs(values, Inner(values + 10), [values + 20])
+
     joined = join_outputs([outputs(0), outputs(2)], [2, 2])
     assert isinstance(joined, Outputs)
     assert joined.logits.tolist() == [0, 1, 2, 3]
@@ -161,25 +156,18 @@ def test_batches_with_tensors_inside_of_objects_are_refused(hidden):
         count_samples({"x": torch.ones(4, 2), "more": hidden})
 
 
-def loader(make, **options):
-    return DataLoader(list(range(8)), batch_size=4, collate_fn=make, **options)
-
-
-def with_class_weights(samples):
-    return {"x": torch.zeros(len(samples), 3), "weights": torch.ones(2)}
-
-
-def with_shared_rows(samples):
-    return {"x": torch.zeros(len(samples), 3), "shared": torch.ones(1, 3), "scale": torch.tensor(2.0)}
+def loader(make):
+    return DataLoader(list(range(8)), batch_size=4, collate_fn=make)
 
 
 def test_class_weights_in_a_batch_are_refused_even_if_as_long_as_the_batch():
     with pytest.raises(ConfigError, match=r"\['weights'\] has 2 entries for 2 samples and 2 for 1.*criterion"):
-        check_entries(loader(with_class_weights))
+        check_entries(loader(lambda samples: {"x": torch.zeros(len(samples), 3), "weights": torch.ones(2)}))
 
 
 def test_entries_for_all_samples_may_have_a_first_dimension_of_one():
-    check_entries(loader(with_shared_rows))
+    shared = {"shared": torch.ones(1, 3), "scale": torch.tensor(2.0)}
+    check_entries(loader(lambda samples: {"x": torch.zeros(len(samples), 3), **shared}))
 
 
 @given(st.integers(1, 40), st.integers(1, 12))

@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, train_boosted
+from cases import Case, assert_equals_one_process, train_boosted
+from hybrid_runs import stages
 from torch import nn
 
 from booster_core.errors import BoosterError
-from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.policy.base import ShardingPolicy
 from booster_testing import expect_on_ranks
 
 
@@ -75,9 +74,7 @@ def case_of(*with_images, in_layers=True, **options):
     )
 
 
-def setting_of(num_ranks, options):
-    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": batch_of([True], 0, 0)}
-    return Setting(HybridParallelPlugin, {"pp_size": num_ranks, **options, **example}, num_ranks)
+EXAMPLE = batch_of([True], 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +89,7 @@ def setting_of(num_ranks, options):
 )
 def test_batches_without_images_equal_one_process(num_ranks, options, in_layers):
     case = case_of(True, False, True, in_layers=in_layers, outputs=True)
-    assert_equals_one_process(case, setting_of(num_ranks, options))
+    assert_equals_one_process(case, stages(EXAMPLE, num_ranks, **options))
 
 
 def be_blind_on_rank_0(_step, model, _optimizer):
@@ -114,4 +111,4 @@ def return_nothing(_step, model, _optimizer):
 )
 def test_what_a_later_stage_lacks_raises_on_every_rank(change, in_layers, message):
     case = case_of(True, in_layers=in_layers, before_step=change)
-    expect_on_ranks(BoosterError, message, train_boosted, 2, case, setting_of(2, {}))
+    expect_on_ranks(BoosterError, message, train_boosted, 2, case, stages(EXAMPLE))

@@ -2,35 +2,29 @@
 
 import itertools
 
-import torch
+import torch.distributed as dist
+from hybrid_runs import boosted
 from model_zoo import get_model
+from ranked import on_ranks
 
-from booster_core import Booster
-from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_runtime.trace import read_traces
-from booster_testing import run_on_ranks
 
 
-def train(folder):
-    zoo = get_model("transformers/llama")
-    model = zoo.seeded()
+@on_ranks(2)
+def test_the_record_has_all_actions_of_each_batch_in_their_order(tmp_path):
+    zoo, rank = get_model("transformers/llama"), dist.get_rank()
     batch = zoo.share(0, 0, 6)
-    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=3, example_batch=batch, pipeline_record=folder)
-    booster = Booster("cpu", plugin=plugin)
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    options = {"pp_size": 2, "num_microbatches": 3, "pipeline_record": str(tmp_path)}
+    booster, model, optimizer = boosted(zoo.seeded(), example_batch=batch, **options)
     for _ in range(2):
-        booster.execute_pipeline(itertools.repeat(batch), boosted, zoo.loss, optimizer)
+        booster.execute_pipeline(itertools.repeat(batch), model, zoo.loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_the_record_has_all_actions_of_each_batch_in_their_order(tmp_path):
-    run_on_ranks(train, 2, str(tmp_path))
-    slices = [event for event in read_traces(tmp_path) if event["ph"] == "X"]
+    slices = [event for event in read_traces(tmp_path) if event["ph"] == "X" and event["pid"] == rank]
     schedule = make_schedule("1f1b", 2, 3)
-    for rank, number in itertools.product(range(2), range(2)):
-        own = [each for each in slices if each["pid"] == rank and each["args"]["batch"] == number]
+    for number in range(2):
+        own = [each for each in slices if each["args"]["batch"] == number]
         (batch,) = (each for each in own if "pipeline" in each["args"])
         assert batch["args"] == {
             "batch": number, "pipeline": 0, "index": rank, "stages": 2, "microbatches": 3,

@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, noise, train_boosted
+from cases import Case, assert_equals_one_process, noise, train_boosted
+from hybrid_runs import stages
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.policy.base import ShardingPolicy
 from booster_testing import expect_on_ranks
 
 
@@ -28,14 +27,6 @@ class Skipping(nn.Module):
             if index not in self.skipped and not drops:
                 x = torch.tanh(layer(x))
         return x
-
-
-def setting_of(options):
-    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.ones(2, 4)}
-    return Setting(HybridParallelPlugin, {"pp_size": 2, **example, **options})
-
-
-rows = noise(4, 4)
 
 
 def skip(skipped, _step, model, _optimizer):
@@ -57,7 +48,7 @@ class Choosing(Skipping):
 
 def case_of(skipped, build=Skipping, how=skip, steps=2):
     """Return a training that skips layers which the dry run at `boost` has called."""
-    return Case(build=build, batch=rows, before_step=partial(how, skipped), steps=steps)
+    return Case(build=build, batch=noise(4, 4), before_step=partial(how, skipped), steps=steps)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +57,7 @@ def case_of(skipped, build=Skipping, how=skip, steps=2):
     ids=["1f1b", "zbv"],
 )
 def test_layers_inside_of_a_stage_may_be_skipped(skipped, options):
-    assert_equals_one_process(case_of(skipped), setting_of(options))
+    assert_equals_one_process(case_of(skipped), stages(torch.ones(2, 4), **options))
 
 
 AT_RANDOM = partial(Skipping, partial(torch.rand, []))
@@ -97,4 +88,4 @@ AT_RANDOM = partial(Skipping, partial(torch.rand, []))
     ids=["boundary", "zbv", "received", "not called before", "at random"],
 )
 def test_a_skipped_layer_at_a_cut_is_named_on_every_rank(case, options, message):
-    expect_on_ranks(ConfigError, message, train_boosted, 2, case, setting_of(options))
+    expect_on_ranks(ConfigError, message, train_boosted, 2, case, stages(torch.ones(2, 4), **options))

@@ -54,25 +54,24 @@ def test_a_model_without_the_lists_of_its_policy_is_refused():
         find_cuts(torch.nn.Linear(2, 2), ["blocks"], {"input": torch.ones(1, 2)}, PipelineConfig(size=2), trains=True)
 
 
-class Normed(nn.Module):
-    """Writes to buffers, and looks at values on its way where it is told to."""
-
-    def __init__(self, *, looks: bool = False) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.looks = looks
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(x)
-        for block in self.blocks:
-            x = block(x)
-        return x.relu() if self.looks and bool((x > 0).all()) else x
-
-
 @pytest.mark.parametrize("looks", [False, True], ids=["fake", "real"])
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 def test_layers_are_found_and_buffers_stay(lazy: bool, looks: bool) -> None:
+    class Normed(nn.Module):
+        """Writes to buffers, and looks at values on its way where it is told to."""
+
+        def __init__(self, *, looks: bool = False) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.looks = looks
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(x)
+            for block in self.blocks:
+                x = block(x)
+            return x.relu() if self.looks and bool((x > 0).all()) else x
+
     if lazy:
         with LazyInitContext():
             model = Normed(looks=looks)
@@ -90,21 +89,20 @@ def test_layers_are_found_and_buffers_stay(lazy: bool, looks: bool) -> None:
     assert elements == (8 if lazy else sum(parameter.numel() for parameter in model.parameters()))
 
 
-def calls_of_last_stage(num_layers):
-    """Return how many functions the last of two stages calls in a forward, which has two of the layers."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
-    batch = torch.ones(2, 4)
-    config = PipelineConfig(size=2, num_layers_per_stage=(num_layers - 2, 2))
-    plan = StagePlan.of(model, find_cuts(model, [""], batch, config, trains=False), config)
-    staged, profile = plan.cut(model, 1, lambda each: each.dtype), cProfile.Profile()
-    for _ in range(2):  # the first one finds out what functions return
-        received = {"input": torch.ones(2, 4)}
-        with staged.activated(1, received), profile:
-            staged.run(batch)
-        number, _ = sum(each.callcount for each in profile.getstats()), profile.clear()
-    return number
-
-
 def test_a_layer_of_another_stage_costs_six_calls():
+    def calls_of_last_stage(num_layers):
+        """Return how many functions the last of two stages calls in a forward, which has two of the layers."""
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+        batch = torch.ones(2, 4)
+        config = PipelineConfig(size=2, num_layers_per_stage=(num_layers - 2, 2))
+        plan = StagePlan.of(model, find_cuts(model, [""], batch, config, trains=False), config)
+        staged, profile = plan.cut(model, 1, lambda each: each.dtype), cProfile.Profile()
+        for _ in range(2):  # the first one finds out what functions return
+            received = {"input": torch.ones(2, 4)}
+            with staged.activated(1, received), profile:
+                staged.run(batch)
+            number, _ = sum(each.callcount for each in profile.getstats()), profile.clear()
+        return number
+
     few, many = map(calls_of_last_stage, (12, 32))
     assert many - few <= 6 * 20

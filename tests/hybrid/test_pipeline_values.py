@@ -6,14 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, Setting, assert_equals_one_process, in_fp64, noise, own_loss, train_boosted
-from ranked import on_ranks
+from cases import Case, assert_equals_one_process, in_fp64, noise, own_loss, train_boosted
+from hybrid_runs import stages
+from ranked import on_ranks, raises_on_ranks
 from stages_in_process import cut, run
 from torch import nn
 
 from booster_core.errors import BoosterError, ConfigError
-from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.policy.base import ShardingPolicy
 from booster_testing import expect_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
@@ -104,21 +103,10 @@ class Listed(Base):
         return self.exit(x) + sum(noted)
 
 
-class InDict(Base):
-    class Block(Block):
-        def forward(self, x, mask=None):
-            return {"hidden": super().forward(x, mask)}
-
-    def step(self, layer, x, _index):
-        return layer(x)["hidden"]
-
-
 rows = noise(4, 4, dtype=torch.float64)
 
 
-def stages(pp_size=2):
-    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": rows(0, 0)[:2]}
-    return Setting(HybridParallelPlugin, {"pp_size": pp_size, **example}, pp_size)
+EXAMPLE = rows(0, 0)[:2]
 
 
 def case_of(kind, **changes):
@@ -149,12 +137,12 @@ class AsksForAFormat(Base):
 
 @pytest.mark.parametrize("kind", [FirstInLastDetached, AsksForAFormat])
 def test_values_that_pass_over_stages_train_as_one_process(kind):
-    assert_equals_one_process(case_of(kind), stages(4))
+    assert_equals_one_process(case_of(kind), stages(EXAMPLE, 4))
 
 
 def cut_at_boost(kind, pp_size=2):
     """Look at a model as `boost` does, which lets all ranks raise what one of them finds."""
-    cut(in_fp64(kind), rows(0, 0)[:2], pp_size=pp_size)
+    cut(in_fp64(kind), EXAMPLE, pp_size=pp_size)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +154,18 @@ def cut_at_boost(kind, pp_size=2):
 )
 def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
     message = rf"can't be cut before its layer 'layers\.2': {message}"
-    expect_on_ranks(ConfigError, message, train_boosted, 2, case_of(kind), stages())
+    expect_on_ranks(ConfigError, message, train_boosted, 2, case_of(kind), stages(EXAMPLE))
 
 
 def test_layers_that_return_containers_are_refused():
+    class InDict(Base):
+        class Block(Block):
+            def forward(self, x, mask=None):
+                return {"hidden": super().forward(x, mask)}
+
+        def step(self, layer, x, _index):
+            return layer(x)["hidden"]
+
     with pytest.raises(ConfigError, match=r"Layer 'layers\.0' returns a `dict`"):
         cut_at_boost(InDict)
 
@@ -184,16 +180,6 @@ class Adding(Block):
 
 class Plain(Base):
     Block = Adding
-
-
-class ClampsLayers(Plain):
-    """Clamps the weights of all layers before it calls them, and reads a value, so that no dry run does without."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            for layer in self.layers:
-                layer.linear.weight.clamp_(-0.1, 0.1)
-        return super().forward(x) * (2.0 if bool((x > -100).all()) else 1.0)
 
 
 class ChangesADetachedValue(Plain):
@@ -296,22 +282,33 @@ def test_writes_to_what_a_stage_receives_are_refused_at_boost(kind, message):
         cut_at_boost(kind, 4 if kind is InnerLayerChangesInput else 2)  # within a stage of two, it trains
 
 
+@raises_on_ranks(
+    ConfigError, "The forward writes in place to a parameter or value that the backward of another microbatch", 2
+)
 def test_writes_to_what_another_microbatch_needs_for_backward_raise_on_every_rank():
-    message = "The forward writes in place to a parameter or value that the backward of another microbatch"
-    expect_on_ranks(ConfigError, message, train_boosted, 2, case_of(LayersClampThemselves), stages())
+    train_boosted(case_of(LayersClampThemselves), stages(EXAMPLE))
 
 
 def test_a_dry_run_on_real_numbers_writes_to_no_parameter():
+    class ClampsLayers(Plain):
+        """Clamps the weights of all layers before it calls them, and reads a value, so that no dry run does without."""
+
+        def forward(self, x):
+            with torch.no_grad():
+                for layer in self.layers:
+                    layer.linear.weight.clamp_(-0.1, 0.1)
+            return super().forward(x) * (2.0 if bool((x > -100).all()) else 1.0)
+
     model = in_fp64(ClampsLayers)
     before = {name: value.clone() for name, value in model.named_parameters()}
-    cut(model, rows(0, 0)[:2])  # which reads a value
+    cut(model, EXAMPLE)  # which reads a value
     for name, value in model.named_parameters():
         assert torch.equal(value, before[name]), name
 
 
 @pytest.mark.parametrize("kind", [InnerLayerChangesInput, ChangesADetachedArgument])
 def test_writes_within_a_stage_train_as_one_process(kind):
-    assert_equals_one_process(case_of(kind), stages())
+    assert_equals_one_process(case_of(kind), stages(EXAMPLE))
 
 
 @pytest.mark.parametrize("kind", [LayersChangeInputs, LayersClampThemselves])
@@ -321,7 +318,7 @@ def test_forwards_may_write_to_what_only_backward_uses_if_nothing_is_trained(kin
     torch.manual_seed(3)
     whole = in_fp64(kind).eval()
     torch.manual_seed(3)
-    booster = stages().make_booster()
+    booster = stages(EXAMPLE).make_booster()
     model, *_ = booster.boost(in_fp64(kind).eval())
     x = rows(0, 0)
     result = booster.execute_pipeline(iter([x]), model, own_loss, return_outputs=True)
@@ -329,21 +326,18 @@ def test_forwards_may_write_to_what_only_backward_uses_if_nothing_is_trained(kin
         torch.testing.assert_close(result["outputs"], whole(x).detach())
 
 
-class PenalizesAllParameters(Base):
-    """Adds a penalty over its parameters to its outputs after the first step, as peft's AdaLoRA does to the loss."""
-
-    is_penalized = False
-
-    def forward(self, x):
-        x = super().forward(x)
-        return x + sum(each.square().sum() for each in self.parameters()) if self.is_penalized else x
-
-
-def penalize(_step, model, _optimizer):
-    model.is_penalized = True
-
-
+@raises_on_ranks(BoosterError, "needs values of parameter 'entry.weight', which another pipeline stage has", 2)
 def test_a_forward_that_goes_through_all_parameters_does_not_leave_out_those_of_other_stages():
-    case = case_of(PenalizesAllParameters, before_step=penalize)
-    message = "needs values of parameter 'entry.weight', which another pipeline stage has"
-    expect_on_ranks(BoosterError, message, train_boosted, 2, case, stages())
+    class PenalizesAllParameters(Base):
+        """Adds a penalty over its parameters to its outputs after `boost`, as peft's AdaLoRA does to the loss."""
+
+        is_penalized = False
+
+        def forward(self, x):
+            x = super().forward(x)
+            return x + sum(each.square().sum() for each in self.parameters()) if self.is_penalized else x
+
+    def penalize(_step, model, _optimizer):
+        model.is_penalized = True
+
+    train_boosted(case_of(PenalizesAllParameters, before_step=penalize), stages(EXAMPLE))

@@ -56,19 +56,6 @@ class Block(nn.Module):
         return self.mlp(x + self.drop(self.attention(self.norm(x))))
 
 
-class Closed(nn.Module):
-    """Calls its modules by a function that holds them, as minGPT's blocks do."""
-
-    def __init__(self):
-        super().__init__()
-        self.mlp = nn.ModuleDict({"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH)})
-        m = self.mlp
-        self.mlpf = lambda x: m.down(torch.relu(m.up(x)))
-
-    def forward(self, x):
-        return x + self.mlpf(x)
-
-
 class Model(nn.Module):
     """Blocks in a list, another one outside of it, an embedding, and a head that may use the embedding's table."""
 
@@ -208,24 +195,9 @@ class Called:
         return bool(self.function())
 
 
-def closed_over(value):
-    return Called(lambda: value)
-
-
-def defaulted(value):
-    return Called(lambda it=value: it)
-
-
 @pytest.mark.parametrize(
     "switch",
-    [
-        bool,
-        Slotted,
-        Hidden,
-        closed_over,
-        defaulted,
-        np.array,
-    ],
+    [bool, Slotted, Hidden, lambda value: Called(lambda: value), lambda value: Called(lambda it=value: it), np.array],
     ids=["plain", "slots", "hidden", "closure", "default", "numpy"],
 )
 def test_layers_that_differ_by_an_attribute_are_all_checked(switch):
@@ -251,6 +223,18 @@ def test_a_patched_layer_is_checked_as_it_is(patch):
 
 
 def test_closures_call_the_modules_that_are_split():
+    class Closed(nn.Module):
+        """Calls its modules by a function that holds them, as minGPT's blocks do."""
+
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.ModuleDict({"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH)})
+            m = self.mlp
+            self.mlpf = lambda x: m.down(torch.relu(m.up(x)))
+
+        def forward(self, x):
+            return x + self.mlpf(x)
+
     model = nn.Sequential(Closed(), Closed())
     rules = ModuleRule("*.mlp.up", Style.COLUMN, num_blocks=2), ModuleRule("*.mlp.down", Style.ROW)
     with pytest.raises(ConfigError, match=r"changes what layer '0' computes"):
@@ -286,17 +270,6 @@ def test_the_format_of_a_split_table_may_be_asked():
     assert check(Model(lambda model, x: model.head(x.to(model.tokens.weight.dtype))), RIGHT.values()) == {}
 
 
-class Scaled(Gated):
-    """Has a scale of its own, as norms in transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x):
-        return super().forward(x * self.scale)
-
-
 class Crossed(Gated):
     """Takes more than hidden states."""
 
@@ -305,6 +278,16 @@ class Crossed(Gated):
 
 
 def test_layers_of_a_narrow_lazy_model_are_called_as_it_calls_them():
+    class Scaled(Gated):
+        """Has a scale of its own, as norms in transformers."""
+
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return super().forward(x * self.scale)
+
     class BoundarySpec(Model):
         def forward(self, ids):
             one, two = self.blocks

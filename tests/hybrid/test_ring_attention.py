@@ -325,17 +325,16 @@ def test_scores_of_any_size_do_not_overflow():
             assert torch.equal(found, value[:, :, peak : peak + 1].expand_as(found))
 
 
-def attended(attend, inputs, weights):
-    """Return outputs and gradients, in fp32."""
-    inputs = [each.clone().requires_grad_() for each in inputs]
-    found = attend(*inputs)
-    found.backward(weights)
-    return [found.detach().float(), *(each.grad.float() for each in inputs)]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_narrow_inputs_lose_as_little_as_one_kernel_does(dtype, is_causal):
+    def attended(attend, inputs, weights):
+        """Return outputs and gradients, in fp32."""
+        inputs = [each.clone().requires_grad_() for each in inputs]
+        found = attend(*inputs)
+        found.backward(weights)
+        return [found.detach().float(), *(each.grad.float() for each in inputs)]
+
     length, size = 66, 3
     layout = SequenceLayout(length, size, zigzag=True)
     generator = torch.Generator().manual_seed(0)

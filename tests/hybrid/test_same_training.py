@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from handwritten_gpts import Config, FusedBlock, FusedGPT, policy
+from hybrid_runs import RING, SPLIT_GATHER
 from ranked import on_ranks, raises_on_ranks
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -15,14 +16,11 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_runtime import linear_cross_entropy
-from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
 
 TENSOR = {"tp_size": 2}
-GATHERED = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
-RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
 
 
 class Block(FusedBlock):
@@ -63,7 +61,7 @@ def step(booster, boosted, tokens, penalty=0.0):
     boosted.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("options", [TENSOR, GATHERED, RING], ids=["tp", "split_gather", "ring"])
+@pytest.mark.parametrize("options", [TENSOR, SPLIT_GATHER, RING], ids=["tp", "split_gather", "ring"])
 @raises_on_ranks(ConfigError, r"'transformer\.h\.1\.ln_1\.weight' is frozen on rank 0 and trained on rank 1", 2)
 def test_what_is_frozen_on_one_rank_alone_raises_on_both(options):
     booster, boosted, model, tokens = boost(options)
@@ -74,13 +72,13 @@ def test_what_is_frozen_on_one_rank_alone_raises_on_both(options):
 
 @on_ranks(2)
 def test_what_is_frozen_and_thawed_on_all_ranks_trains():
-    booster, boosted, model, tokens = boost(GATHERED)
+    booster, boosted, model, tokens = boost(SPLIT_GATHER)
     for is_frozen in (True, False):
         model.transformer.h[1].ln_1.requires_grad_(not is_frozen)
         step(booster, boosted, tokens)
 
 
-@pytest.mark.parametrize("options", [TENSOR, GATHERED, RING], ids=["tp", "split_gather", "ring"])
+@pytest.mark.parametrize("options", [TENSOR, SPLIT_GATHER, RING], ids=["tp", "split_gather", "ring"])
 @on_ranks(2)
 def test_a_first_forward_in_inference_mode_changes_nothing(options):
     """Return the parameters after a step, with and without a first forward in inference mode."""
@@ -95,38 +93,40 @@ def test_a_first_forward_in_inference_mode_changes_nothing(options):
     assert_same_tensors(*found, EXACT)
 
 
-def penalize(names, options, begins_at=0):
-    booster, boosted, model, tokens = boost({**TENSOR, **options})
-    for index in range(begins_at + 1):
-        step(booster, boosted, tokens, sum(model.get_parameter(name).norm() for name in names) * (index == begins_at))
-
-
 @pytest.mark.parametrize("begins_at", [0, 2])
+@on_ranks(2)
 def test_a_penalty_on_a_part_of_a_parameter_raises(begins_at):
-    message = r"reads parameter 'transformer\.h\.0\.attn\.c_proj\.weight' outside .*`weight_decay`"
+    def penalize(names, **options):
+        booster, boosted, model, tokens = boost({**TENSOR, **options})
+        for _ in range(begins_at):
+            step(booster, boosted, tokens)
+        step(booster, boosted, tokens, sum(model.get_parameter(name).norm() for name in names))
+
     names = ["transformer.wte.weight", "transformer.h.0.attn.c_proj.weight"]
-    expect_on_ranks(ConfigError, message, penalize, 2, names, {}, begins_at)
-    run_on_ranks(penalize, 2, names[:1], {}, begins_at)
-    run_on_ranks(penalize, 2, names, {"unchecked": "allow"}, begins_at)
+    penalize(names[:1])
+    penalize(names, unchecked="allow")
+    message = r"reads parameter 'transformer\.h\.0\.attn\.c_proj\.weight' outside .*`weight_decay`"
+    with pytest.raises(ConfigError, match=message):
+        penalize(names)
 
 
-def penalize_in_criterion(name, begins_at):
-    booster, boosted, model, tokens = boost({**TENSOR, "pp_size": 2})
-    for index in range(begins_at + 1):
-
-        def criterion(outputs, _, index=index):
-            loss = outputs.square().mean()
-            return loss + 0.1 * model.get_parameter(name).norm() if index == begins_at else loss
-
-        booster.execute_pipeline(iter([{"tokens": tokens}]), boosted.model, criterion, boosted.optimizer)
-        boosted.optimizer.step()
-        boosted.optimizer.zero_grad()
-
-
+@on_ranks(4)
 def test_a_penalty_in_the_criterion_of_a_pipeline_raises():
-    message = r"reads parameter 'transformer\.h\.1\.attn\.c_proj\.weight' outside"
-    expect_on_ranks(ConfigError, message, penalize_in_criterion, 4, "transformer.h.1.attn.c_proj.weight", 1)
-    run_on_ranks(penalize_in_criterion, 4, "transformer.h.1.ln_1.weight", 1)
+    def penalize(name):
+        booster, boosted, model, tokens = boost({**TENSOR, "pp_size": 2})
+        for strength in (0.0, 0.1):
+
+            def criterion(outputs, _, strength=strength):
+                loss = outputs.square().mean()
+                return loss + strength * model.get_parameter(name).norm() if strength else loss
+
+            booster.execute_pipeline(iter([{"tokens": tokens}]), boosted.model, criterion, boosted.optimizer)
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
+
+    penalize("transformer.h.1.ln_1.weight")
+    with pytest.raises(ConfigError, match=r"reads parameter 'transformer\.h\.1\.attn\.c_proj\.weight' outside"):
+        penalize("transformer.h.1.attn.c_proj.weight")
 
 
 PART_OF_TABLE = r"reads parameter '(tokens|lm_head)\.weight' outside of the layer .*`linear_cross_entropy`"
@@ -159,10 +159,9 @@ OF_COPIES = {
 @on_ranks(2)
 def test_a_heads_table_is_read_by_the_head_alone(stage):
     """Train through the head, call it, and read its table by functions, with and without gradients."""
-    options = {"zero_stage": stage}
     torch.manual_seed(0)
     model = tiny_llama()
-    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, **options))
+    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, zero_stage=stage))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     tokens = torch.arange(24).view(2, 12) % 16
     for _ in range(2):
@@ -214,26 +213,26 @@ def drop(options, begins_at, is_seeded):
 
 @pytest.mark.parametrize(
     ("options", "begins_at", "is_seeded"),
-    [(TENSOR, 0, False), (TENSOR, 1, True), (GATHERED, 0, False)],
+    [(TENSOR, 0, False), (TENSOR, 1, True), (SPLIT_GATHER, 0, False)],
     ids=["tp", "tp-later", "split_gather"],
 )
+@on_ranks(2)
 def test_dropout_by_a_function_keeps_ranks_alike(options, begins_at, is_seeded):
-    first, second = run_on_ranks(drop, 2, options, begins_at, is_seeded)
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    found = [None, None]
+    dist.all_gather_object(found, drop(options, begins_at, is_seeded))
+    assert_same_tensors(*found, EXACT)
 
 
-def outputs_without_graph():
+@on_ranks(2)
+def test_dropout_keeps_ranks_alike_without_gradients():
     _, boosted, _, tokens = boost(TENSOR, probability=0.3)
     torch.manual_seed(7 + dist.get_rank())
+    found = [None, None]
     with torch.no_grad():
-        return boosted.model(tokens)
+        dist.all_gather_object(found, boosted.model(tokens))
+    assert torch.equal(*found)
 
 
-def test_dropout_keeps_ranks_alike_without_gradients():
-    first, second = run_on_ranks(outputs_without_graph, 2)
-    assert torch.equal(first, second)
-
-
+@raises_on_ranks(ConfigError, "has begun to draw random numbers", 2)
 def test_dropout_that_begins_later_raises_where_ranks_draw_apart():
-    expect_on_ranks(ConfigError, "has begun to draw random numbers", drop, 2, TENSOR, 1, False)
+    drop(TENSOR, begins_at=1, is_seeded=False)

@@ -15,7 +15,6 @@ from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
 from booster_hybrid.probe.sequences import check_sequences
 from booster_runtime import LazyInitContext
-from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 
 HIDDEN, HEADS, LIMIT, LONG = 16, 4, 200, 301
@@ -32,10 +31,6 @@ def branch(hidden, _):
 
 def slopes(hidden, _):
     return hidden + beyond(torch.arange(hidden.shape[1]))
-
-
-def table(hidden, layer):
-    return hidden + layer.table[: hidden.shape[1]]
 
 
 class Layer(nn.Module):
@@ -55,16 +50,10 @@ class Layer(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-class OwnScores(Layer):
-    """Attends by code of its own."""
-
-    def attend(self, query, key, value):
-        return (query @ key.transpose(-1, -2)).softmax(-1) @ value
-
-
 class Model(nn.Module):
     def __init__(self, change, layer=Layer, num_layers=2):
         super().__init__()
+        torch.manual_seed(0)
         self.table = nn.Embedding(32, HIDDEN)
         self.blocks = nn.ModuleList(layer(change) for _ in range(num_layers))
 
@@ -76,11 +65,6 @@ class Model(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return hidden
-
-
-def make(change):
-    torch.manual_seed(0)
-    return Model(change)
 
 
 def loader_of(length, samples=4):
@@ -100,22 +84,9 @@ def tokens_of(length):
 
 @on_ranks(2)
 def test_an_example_as_long_as_batches_are_shows_it_at_boost():
-    for change in (branch, table, slopes):
+    for change in (branch, lambda hidden, layer: hidden + layer.table[: hidden.shape[1]], slopes):
         with pytest.raises(ConfigError, match="changes what Model computes"):
-            boosted(make(change), "all_to_all", loader_of(40), example_batch=tokens_of(LONG))
-
-
-def far_away(hidden, _):
-    return hidden * 2 if hidden.shape[1] > 100 * LONG else hidden
-
-
-def numbered(hidden, _):
-    order = torch.arange(hidden.shape[0] * hidden.shape[1])  # of tokens, as experts are given them
-    return hidden.flatten(0, 1)[order].view_as(hidden)
-
-
-def unused(hidden, _):
-    return hidden + 0 * torch.arange(hidden.shape[1])[:, None]
+            boosted(Model(change), "all_to_all", loader_of(40), example_batch=tokens_of(LONG))
 
 
 def plain(hidden, _):
@@ -126,27 +97,35 @@ def plain(hidden, _):
 @matrix(["all_to_all"], mode=MODES)
 @on_ranks(2)
 def test_layers_that_do_the_same_at_every_length_run_at_every_length(mode):
+    def far_away(hidden, _):
+        return hidden * 2 if hidden.shape[1] > 100 * LONG else hidden
+
+    def numbered(hidden, _):
+        order = torch.arange(hidden.shape[0] * hidden.shape[1])  # of tokens, as experts are given them
+        return hidden.flatten(0, 1)[order].view_as(hidden)
+
+    def unused(hidden, _):
+        return hidden + 0 * torch.arange(hidden.shape[1])[:, None]
+
     for change in (far_away, numbered, plain):
-        model, whole = boosted(make(change), mode, loader_of(40)), make(change)
+        model, whole = boosted(Model(change), mode, loader_of(40)), Model(change)
         for length in (2, 60, LONG):
             torch.testing.assert_close(model(tokens_of(length)), whole(tokens_of(length)))
-    model, whole = boosted(make(unused), mode, loader_of(40), example_batch=tokens_of(LONG)), make(unused)
+    model, whole = boosted(Model(unused), mode, loader_of(40), example_batch=tokens_of(LONG)), Model(unused)
     for length in (60, LONG):
         torch.testing.assert_close(model(tokens_of(length)), whole(tokens_of(length)))
 
 
-class Scaled(LlamaDecoderLayer):
-    def forward(self, hidden_states, *args, **kwargs):
-        return super().forward(branch(hidden_states, None), *args, **kwargs)
-
-
-class Sloped(LlamaDecoderLayer):
-    def forward(self, hidden_states, *args, **kwargs):
-        return super().forward(slopes(hidden_states, None), *args, **kwargs)
-
-
 @on_ranks(2)
 def test_between_blocks_as_well():
+    class Scaled(LlamaDecoderLayer):
+        def forward(self, hidden_states, *args, **kwargs):
+            return super().forward(branch(hidden_states, None), *args, **kwargs)
+
+    class Sloped(LlamaDecoderLayer):
+        def forward(self, hidden_states, *args, **kwargs):
+            return super().forward(slopes(hidden_states, None), *args, **kwargs)
+
     for kind in (Scaled, Sloped):
         model = tiny_llama(num_hidden_layers=2, max_position_embeddings=2 * LONG)
         model.model.layers[1].__class__ = kind
@@ -154,13 +133,12 @@ def test_between_blocks_as_well():
             boosted(model, "split_gather", tp_size=2, example_batch=tokens_of(LONG))
 
 
-class OfWhole(LlamaMLP):
-    def forward(self, x):
-        return super().forward(slopes(branch(x, None), None))
-
-
 @on_ranks(2)
 def test_blocks_that_get_whole_sequences_may_ask_for_their_length():
+    class OfWhole(LlamaMLP):
+        def forward(self, x):
+            return super().forward(slopes(branch(x, None), None))
+
     model, whole = (tiny_llama(num_hidden_layers=2, max_position_embeddings=2 * LONG) for _ in range(2))
     whole.load_state_dict(model.state_dict())
     for layer in (*model.model.layers, *whole.model.layers):
@@ -173,7 +151,7 @@ def test_blocks_that_get_whole_sequences_may_ask_for_their_length():
 @pytest.mark.parametrize(("sizes", "text"), [((8, 1), "4 heads are no multiple of 8"), ((2, 4), "1 heads are no mul")])
 def test_heads_are_counted_where_layers_attend(sizes, text):
     with pytest.raises(ConfigError, match=text):
-        check_sequences(make(plain), ["blocks"], "all_to_all", sizes, torch.device("cpu"), [tokens_of(40)])
+        check_sequences(Model(plain), ["blocks"], "all_to_all", sizes, torch.device("cpu"), [tokens_of(40)])
 
 
 # ---- what an example shows
@@ -183,18 +161,20 @@ def same(hidden, _):
     return hidden
 
 
-def lazy(layer):
-    torch.manual_seed(0)
-    with LazyInitContext():
-        return Model(same, layer)
-
-
 @on_ranks(2)
 def test_lazy_models_are_checked_with_random_weights():
+    class OwnScores(Layer):
+        """Attends by code of its own."""
+
+        def attend(self, query, key, value):
+            return (query @ key.transpose(-1, -2)).softmax(-1) @ value
+
     for mode in MODES:
+        with LazyInitContext():
+            model, own = Model(same), Model(same, OwnScores)
         with pytest.raises(ConfigError, match="does not call its attention through"):
-            boosted(lazy(OwnScores), mode, loader_of(16))
-        boosted(lazy(Layer), mode, loader_of(16))
+            boosted(own, mode, loader_of(16))
+        boosted(model, mode, loader_of(16))
 
 
 class Noisy(Model):
@@ -209,21 +189,14 @@ class Noisy(Model):
         return self.dropout(self.norm(super().embed(tokens).transpose(1, 2)).transpose(1, 2))
 
 
-def noisy():
-    torch.manual_seed(0)
-    return Noisy()
-
-
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_the_check_leaves_model_and_generators_as_they_are(mode):
     """Nothing of the model, the generators or the loader is changed by the check."""
-    loader, before = loader_of(16), noisy()
-    torch.manual_seed(7)
-    boosted(noisy(), mode, None, unchecked="allow")
+    loader, before = loader_of(16), Noisy()
+    boosted(Noisy(), mode, None, unchecked="allow")
     without = torch.get_rng_state()
-    torch.manual_seed(7)
-    inside = boosted(noisy(), mode, loader).unwrap()
+    inside = boosted(Noisy(), mode, loader).unwrap()
     assert torch.equal(torch.get_rng_state(), without)
     assert inside.calls == 0
     for name, tensor in before.state_dict().items():
@@ -243,33 +216,34 @@ class Drawn(Dataset):
         return torch.full((11 + rank,), rank)
 
 
-class Failing(Drawn):
-    def __getitem__(self, index):
-        if dist.get_rank() == 1:
-            msg = "opened by the workers"
-            raise RuntimeError(msg)
-        return super().__getitem__(index)
-
-
 @matrix(["ring_attn"], mode=MODES)
 @on_ranks(2)
 def test_a_batch_that_shows_little_is_no_reason(mode):
     """Too short to split, as many samples as positions, other ones on each rank, or not to be read at boost."""
+
+    class Failing(Drawn):
+        def __getitem__(self, index):
+            if dist.get_rank() == 1:
+                msg = "opened by the workers"
+                raise RuntimeError(msg)
+            return super().__getitem__(index)
+
     for loader in (loader_of(1), loader_of(2, samples=2), DataLoader(Drawn())):
-        boosted(noisy(), mode, loader)
+        boosted(Noisy(), mode, loader)
         boosted(tiny_llama(num_hidden_layers=2), mode, loader)
     boosted(tiny_llama(num_hidden_layers=2), mode, DataLoader(Failing()))
     with pytest.raises(ConfigError, match=r"could not be checked.*there was no batch"):
-        boosted(noisy(), mode, DataLoader(Failing()))
+        boosted(Noisy(), mode, DataLoader(Failing()))
 
 
-def unreadable(unchecked):
-    model = tiny_llama(num_hidden_layers=1)
-    model.__class__ = type("Undocumented", (type(model),), {"dummy_inputs": None})
-    loader = DataLoader([{"unknown": row} for row in range(4)], batch_size=2)
-    boosted(model, "ring_attn", loader, unchecked=unchecked)
-
-
+@on_ranks(2)
 def test_a_model_that_no_batch_shows_is_refused_unless_that_is_allowed():
-    expect_on_ranks(ConfigError, r"could not be checked.*unchecked='allow'", unreadable, 2, "raise")
-    run_on_ranks(unreadable, 2, "allow")
+    def boost(unchecked):
+        model = tiny_llama(num_hidden_layers=1)
+        model.__class__ = type("Undocumented", (type(model),), {"dummy_inputs": None})
+        loader = DataLoader([{"unknown": row} for row in range(4)], batch_size=2)
+        boosted(model, "ring_attn", loader, unchecked=unchecked)
+
+    with pytest.raises(ConfigError, match=r"could not be checked.*unchecked='allow'"):
+        boost("raise")
+    boost("allow")

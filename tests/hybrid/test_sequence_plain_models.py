@@ -1,22 +1,21 @@
 """Plain PyTorch models, whose layers attend by torch's function, with split sequences: as one process, or refused."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, train_boosted
+from hybrid_runs import RING, boosted
 from matrix import matrix
 from model_zoo import get_model
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_runtime import enable_activation_checkpointing
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 from booster_testing.compare import tolerance_for
 
 HIDDEN, HEADS = 16, 4
@@ -122,18 +121,16 @@ def make(kind, model_class=Model, form=None):
     return model_class(kind, form).double()
 
 
-EXAMPLE = {"example_batch": torch.arange(60).view(3, 20) % 32}
+POLICY = ShardingPolicy(layers=("blocks",))
+EXAMPLE = {"custom_policy": POLICY, "example_batch": torch.arange(60).view(3, 20) % 32}
 
 
-def setting_of(mode, **options):
-    policy = ShardingPolicy(layers=("blocks",))
-    asked = {"sp_size": 2, "sequence_parallelism_mode": mode, "custom_policy": policy}
-    return Setting(HybridParallelPlugin, {**asked, **(options or EXAMPLE)})
+def setting_of(mode):
+    return Setting(HybridParallelPlugin, {"sp_size": 2, "sequence_parallelism_mode": mode, **EXAMPLE})
 
 
-def boosted(model, mode, **options):
-    booster = setting_of(mode, **options).make_booster()
-    return booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+def split(model, mode):
+    return boosted(model, sp_size=2, sequence_parallelism_mode=mode, **EXAMPLE)[1]
 
 
 # As many positions as samples, features or heads tell no more than others along which dimension to split.
@@ -153,29 +150,26 @@ def case_of(kind, **more):
     return Case(**{**functions, "tolerance": tolerance_for(torch.float64), **more})
 
 
-def checkpoint_layers(step, model, _optimizer):
-    if step == 0:
-        enable_activation_checkpointing(model, Layer)
-
-
 @matrix(["ring_attn"], mode=["all_to_all", "ring_attn"])
+@on_ranks(2)
 def test_layers_that_call_torch_attention_train_as_on_one_process(mode):
-    setting = setting_of(mode)
-    for kind in ("takes none", "takes angles"):
-        assert_equals_one_process(case_of(kind, steps=len(SIZES)), setting)
-    assert_equals_one_process(case_of("takes angles", steps=len(SIZES), before_step=checkpoint_layers), setting)
+    def checkpoint_layers(step, model, _optimizer):
+        if step == 0:
+            enable_activation_checkpointing(model, Layer)
 
-
-def tokens_of_size(size, number, _replica):
-    return torch.randint(32, size, generator=torch.Generator().manual_seed(1 + number))
+    for kind, before_step in (("takes none", None), ("takes angles", None), ("takes angles", checkpoint_layers)):
+        assert_equals_one_process(case_of(kind, steps=len(SIZES), before_step=before_step), setting_of(mode))
 
 
 # sequences may be as long as hidden states are wide
 @matrix(1, form=list(FORMS), length=[10, HIDDEN], mode=["ring_attn", "all_to_all"])
+@on_ranks(2)
 def test_masks_mean_what_they_mean_on_one_process(form, length, mode):
-    functions = {"build": partial(make, "takes none", form=form), "batch": partial(tokens_of_size, (3, length))}
-    case = case_of("takes none", **functions)
-    assert_equals_one_process(replace(case, steps=1, outputs=True), setting_of(mode))
+    def batch(number, _replica):
+        return torch.randint(32, (3, length), generator=torch.Generator().manual_seed(1 + number))
+
+    case = case_of("takes none", build=partial(make, "takes none", form=form), batch=batch, steps=1, outputs=True)
+    assert_equals_one_process(case, setting_of(mode))
 
 
 @pytest.mark.parametrize("kind", ["makes positions", "sums positions", "checkpoints a function", "multiplies"])
@@ -188,76 +182,71 @@ def test_layers_that_differ_on_parts_of_a_sequence_are_refused(kind):
 def test_checkpointing_before_boost_is_refused():
     model = make("takes none")
     enable_activation_checkpointing(model, Layer)
-    boosted(model, "ring_attn")
+    split(model, "ring_attn")
 
 
-def run_unproved(samples):
-    model = boosted(make("takes angles"), "ring_attn", unchecked="allow")
-    model(torch.zeros(samples, HIDDEN + 2, dtype=torch.long))
-
-
+@on_ranks(2)
 def test_what_no_example_has_shown_is_split_where_its_sizes_tell_how():
-    run_on_ranks(run_unproved, 2, 3)
-    message = rf"`angles` of 'Layer' has shape \({HIDDEN + 2}, 2\) with hidden states of {HIDDEN + 2} samples"
-    expect_on_ranks(ConfigError, message, run_unproved, 2, HIDDEN + 2)
+    _, model, _ = boosted(make("takes angles"), **RING, custom_policy=POLICY, unchecked="allow")
+    length = HIDDEN + 2
+    model(torch.zeros(3, length, dtype=torch.long))
+    message = rf"`angles` of 'Layer' has shape \({length}, 2\) with hidden states of {length} samples"
+    with pytest.raises(ConfigError, match=message):
+        model(torch.zeros(length, length, dtype=torch.long))
 
 
 @raises_on_ranks(
     ConfigError, "`angles` of 'Layer' has 20 entries along dimension 0, which runs over the 12 positions", 2
 )
 def test_positions_of_another_number_than_the_hidden_states_have_are_refused():
-    block = boosted(make("takes angles"), "ring_attn").unwrap().blocks[0]
+    block = split(make("takes angles"), "ring_attn").unwrap().blocks[0]
     block(torch.zeros(3, 12, HIDDEN).double(), torch.zeros(20, 2), torch.ones(3, 1, HIDDEN))
-
-
-class Skipping(Model):
-    """May leave a layer out, as training with stochastic depth does."""
-
-    def forward(self, tokens):
-        return self.head(self.states(tokens)[-1].mean(1))
-
-
-def run_without_a_layer(mode, index):
-    model = boosted(make("takes angles", Skipping), mode)
-    model.unwrap().left_out = index
-    model(torch.zeros(3, 16, dtype=torch.long))
 
 
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
 @pytest.mark.parametrize(
     ("index", "what"), [(0, "without the list's first one"), (1, "without calling the last layer")]
 )
+@on_ranks(2)
 def test_a_model_that_leaves_out_its_first_or_last_layer_is_refused(mode, index, what):
-    expect_on_ranks(ConfigError, f"Skipping .*{what}", run_without_a_layer, 2, mode, index)
+    """Leave a layer out, as training with stochastic depth does."""
 
+    class Skipping(Model):
+        def forward(self, tokens):
+            return self.head(self.states(tokens)[-1].mean(1))
 
-def train_opt(options, layerdrop):
-    zoo = get_model("transformers/opt")
-    model = zoo.seeded().train()
-    model.model.decoder.layerdrop = layerdrop
-    batch = zoo.share(0, 0, 2)
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**options, example_batch=batch))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(20):
-        booster.backward(zoo.loss(model(**batch), batch), optimizer)
+    model = split(make("takes angles", Skipping), mode)
+    model.unwrap().left_out = index
+    with pytest.raises(ConfigError, match=f"Skipping .*{what}"):
+        model(torch.zeros(3, 16, dtype=torch.long))
 
 
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn", "split_gather"])
+@on_ranks(2)
 def test_layerdrop_of_transformers_is_named_in_training(mode):
+    def train(layerdrop):
+        model = zoo.seeded().train()
+        model.model.decoder.layerdrop = layerdrop
+        booster, model, optimizer = boosted(model, **options, example_batch=batch)
+        for _ in range(20):
+            booster.backward(zoo.loss(model(**batch), batch), optimizer)
+
     options = {"tp_size" if mode == "split_gather" else "sp_size": 2, "sequence_parallelism_mode": mode}
+    zoo = get_model("transformers/opt")
+    batch = zoo.share(0, 0, 2)
+    train(0.0)
     message = r"without (the list's first one|calling the last layer).* such as `layerdrop`"
-    expect_on_ranks(ConfigError, message, train_opt, 2, options, 0.5)
-    run_on_ranks(train_opt, 2, options, 0.0)
-
-
-class Deep(Model):
-    """Also returns what its first layer has made, as for a loss on each layer."""
-
-    def forward(self, tokens):
-        states = self.states(tokens)
-        return self.head(states[-1]), states[1:2]
+    with pytest.raises(ConfigError, match=message):
+        train(0.5)
 
 
 @raises_on_ranks(ConfigError, "It returns what its layers have in between", 2)
 def test_a_model_that_returns_what_layers_have_in_between_is_refused():
-    boosted(make("takes angles", Deep), "ring_attn")
+    class Deep(Model):
+        """Also returns what its first layer has made, as for a loss on each layer."""
+
+        def forward(self, tokens):
+            states = self.states(tokens)
+            return self.head(states[-1]), states[1:2]
+
+    split(make("takes angles", Deep), "ring_attn")

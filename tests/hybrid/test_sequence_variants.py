@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import logging
 from dataclasses import replace
 from functools import partial
 
@@ -20,25 +19,24 @@ from cases import (
     zoo_case,
 )
 from flex_on_cpus import flex_on_cpus
+from hybrid_runs import MODES, RING, SPLIT_GATHER, ULYSSES, padded_text
 from isolated_libraries import import_quietly
 from log_records import Records
 from matrix import matrix, named
 from model_zoo import get_model
+from ranked import on_ranks
 
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
 from booster_runtime import FirstFitDocuments, cu_seq_lens, full_gradient
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
 
-ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
-RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
-SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
 CLOSE = tolerance_for(torch.float32)
-MODES = pytest.mark.parametrize("options", [ULYSSES, RING, SPLIT], ids=["all_to_all", "ring_attn", "split_gather"])
+
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -89,26 +87,11 @@ def setting_of(options, num_ranks=2):
     return Setting(HybridParallelPlugin, {**options, "custom_policy": policy}, num_ranks)
 
 
-def batch_of(length, padding):
-    generator = torch.Generator().manual_seed(length)
-    tokens = torch.randint(3, 64, (4, length), generator=generator)
-    batch = {"input_ids": tokens, "labels": tokens.clone()}
-    if padding is not None:
-        batch["attention_mask"] = torch.ones_like(tokens)
-        for sample in range(4):
-            hidden = sample % 3
-            unseen = slice(length - hidden, None) if padding == "right" else slice(0, hidden)
-            batch["attention_mask"][sample, unseen] = 0
-            # nor what is predicted from what sees nothing
-            batch["labels"][sample, unseen if padding == "right" else slice(0, hidden + 1)] = -100
-    return batch
-
-
 LENGTHS = ((8, None), (9, "right"), (7, "left"), (2, None))
 
 
 def of_lengths(number, _replica):
-    return batch_of(*LENGTHS[number])
+    return padded_text(number, *LENGTHS[number])
 
 
 @matrix(
@@ -123,7 +106,7 @@ def test_attention_variants_work_on_split_sequences(variant, options):
 
 def packed(number, _replica):
     """Return documents after each other in one row, which see only themselves."""
-    batch = batch_of(12 + number, None)
+    batch = padded_text(number, 12 + number)
     batch["labels"][:, 5] = -100  # the first of a document is nobody's next
     return {**batch, "position_ids": torch.cat([torch.arange(5), torch.arange(7 + number)]).expand(4, -1)}
 
@@ -131,63 +114,30 @@ def packed(number, _replica):
 PACKED = Case(build=partial(build, "window"), batch=packed, steps=2, outputs=True)
 
 
-@MODES
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_packed_documents_train_as_separate_ones(options):
     assert_equals_one_process(PACKED, setting_of(options))
 
 
-def train_by_flex_attention(options):
-    calls = []
+@pytest.mark.parametrize(("options", "size"), [(ULYSSES, 12), (RING, 6)], ids=["all_to_all", "ring_attn"])
+@on_ranks(2, timeout_seconds=120)
+def test_packed_documents_train_by_flex_attention(options, size):
     with contextlib.ExitStack() as stack:
+        calls = []
 
         def attend_by_flex(step, _model, _optimizer):
             if step == 0:  # the check at `boost` attends otherwise
                 calls.append(stack.enter_context(flex_on_cpus()))
 
-        trained = train_boosted(replace(PACKED, outputs=False, before_step=attend_by_flex), setting_of(options))
-    return trained, calls[0]
-
-
-@pytest.mark.parametrize(("options", "size"), [(ULYSSES, 12), (RING, 6)], ids=["all_to_all", "ring_attn"])
-def test_packed_documents_train_by_flex_attention(options, size):
-    for result, calls in run_on_ranks(train_by_flex_attention, 2, options, timeout_seconds=120):
-        assert_same_training(result.trained, train_plainly(PACKED, 1), PACKED)
-        assert calls[0] == (size, size)
-
-
-def fitted_rows(number, replica):
-    """Return rows of first fit, of which each replica has two a step."""
-    lengths = torch.Generator().manual_seed(3)
-    documents = [
-        torch.randint(3, 64, (int(length),), generator=lengths).tolist()
-        for length in torch.randint(1, 12, (60,), generator=lengths)
-    ]
-    rows = list(FirstFitDocuments(documents, 16, window=8, step_rows=4))[4 * number + 2 * replica :][:2]
-    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-
-
-def llama_of_documents():
-    """Return a model that runs each document alone, whole and without padding: the mean loss of all their tokens."""
-    model = tiny_llama()
-    whole = model.forward
-
-    def forward(input_ids, position_ids, labels):
-        sums, count = 0.0, 0
-        for tokens, positions, wanted in zip(input_ids, position_ids, labels, strict=True):
-            for start, stop in itertools.pairwise(cu_seq_lens(positions)["cu_seq_lens_q"].tolist()):
-                if number := int((wanted[start:stop] != -100).sum()):
-                    loss = whole(input_ids=tokens[None, start:stop], labels=wanted[None, start:stop]).loss
-                    sums, count = sums + number * loss, count + number
-        return sums / count
-
-    model.forward = forward
-    return model
+        trained = train_boosted(replace(PACKED, outputs=False, before_step=attend_by_flex), setting_of(options)).trained
+    assert_same_training(trained, train_plainly(PACKED, 1), PACKED)
+    assert calls[0][0] == (size, size)
 
 
 FITTED = {
     "all_to_all": ULYSSES,
     "ring_attn": RING,
-    "split_gather": SPLIT,
+    "split_gather": SPLIT_GATHER,
     "tp": {"tp_size": 2},
     "pp": {"pp_size": 2, "num_microbatches": 2},
     "dp": {"zero_stage": 1},
@@ -196,13 +146,40 @@ FITTED = {
 
 
 @matrix(["all_to_all", "ring_attn", "pp"], options=named(FITTED.values(), FITTED))
+@on_ranks(lambda options: 4 if options.get("zero_stage") == 2 else 2, timeout_seconds=120)
 def test_rows_by_first_fit_train_as_documents_alone(options):
-    packed = Case(build=tiny_llama, batch=fitted_rows, steps=2)
-    apart = Case(build=llama_of_documents, batch=fitted_rows, loss=itself, steps=2)
-    num_ranks = 4 if options.get("zero_stage") == 2 else 2
-    setting = Setting(HybridParallelPlugin, options, num_ranks)
-    for result in run_on_ranks(train_boosted, num_ranks, packed, setting, timeout_seconds=120):
-        assert_same_training(result.trained, train_plainly(apart, result.num_replicas), packed)
+    lengths = torch.Generator().manual_seed(3)
+    documents = [
+        torch.randint(3, 64, (int(length),), generator=lengths).tolist()
+        for length in torch.randint(1, 12, (60,), generator=lengths)
+    ]
+    fitted = list(FirstFitDocuments(documents, 16, window=8, step_rows=4))
+
+    def two_rows(number, replica):
+        rows = fitted[4 * number + 2 * replica :][:2]
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+    def llama_of_documents():
+        """Return a model that runs each document alone, whole and without padding: the mean loss of their tokens."""
+        model = tiny_llama()
+        whole = model.forward
+
+        def forward(input_ids, position_ids, labels):
+            sums, count = 0.0, 0
+            for tokens, positions, wanted in zip(input_ids, position_ids, labels, strict=True):
+                for start, stop in itertools.pairwise(cu_seq_lens(positions)["cu_seq_lens_q"].tolist()):
+                    if number := int((wanted[start:stop] != -100).sum()):
+                        loss = whole(input_ids=tokens[None, start:stop], labels=wanted[None, start:stop]).loss
+                        sums, count = sums + number * loss, count + number
+            return sums / count
+
+        model.forward = forward
+        return model
+
+    packed = Case(build=tiny_llama, batch=two_rows, steps=2)
+    result = train_boosted(packed, Setting(HybridParallelPlugin, options))
+    apart = Case(build=llama_of_documents, batch=two_rows, loss=itself, steps=2)
+    assert_same_training(result.trained, train_plainly(apart, result.num_replicas), packed)
 
 
 def mixtral(asked):
@@ -213,7 +190,7 @@ def mixtral(asked):
 
 
 def routed(asked, _number, _replica):
-    return {**batch_of(8, "right"), **({"output_router_logits": True} if asked == "call" else {})}
+    return {**padded_text(0, 8, "right"), **({"output_router_logits": True} if asked == "call" else {})}
 
 
 def mixture(asked):
@@ -227,7 +204,7 @@ def test_balancing_experts_over_parts_of_a_batch_is_refused(options, asked):
 
 
 def test_split_gather_balances_experts_over_the_whole_batch():
-    assert_equals_one_process(mixture("config"), setting_of(SPLIT))
+    assert_equals_one_process(mixture("config"), setting_of(SPLIT_GATHER))
 
 
 class Mixing(torch.nn.Module):
@@ -265,10 +242,8 @@ def train_two_lengths_at_once(booster, model, optimizer):
     booster.backward(sum(model(**of_lengths(number, 0)).loss for number in range(2)), optimizer)
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     assert_same_tensors({name: full_gradient(booster, model, name) for name in expected}, expected, CLOSE)
-    records = Records()
-    logging.getLogger("booster").addHandler(records)
-    booster.boost(mixing("plain"))
-    logging.getLogger("booster").removeHandler(records)
+    with Records() as records:
+        booster.boost(mixing("plain"))
     return [text for text in records.texts if "Mixing mix positions of a sequence outside of attention" in text]
 
 
@@ -295,15 +270,15 @@ def test_layers_whose_own_code_sees_other_positions_are_refused(kind):
     expect_on_ranks(ConfigError, message, train_boosted, 2, mixing_case(kind), setting_of(RING))
 
 
-def with_flex_attention():
-    """Return a model that asks ranks for flex attention, which torch can't differentiate on the CPU."""
-    model = get_model("transformers/llama").seeded()
-    if torch.distributed.is_initialized():
-        model.set_attn_implementation("flex_attention")
-    return model
-
-
 @matrix(["ring_attn"], options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]))
+@on_ranks(2)
 def test_a_model_that_asks_for_flex_attention_attends_across_ranks(options):
+    def with_flex_attention():
+        model = get_model("transformers/llama").seeded()
+        model.set_attn_implementation("flex_attention")
+        return model
+
     case = zoo_case("transformers/llama", build=with_flex_attention, steps=1)
-    assert_equals_one_process(case, Setting(HybridParallelPlugin, options))
+    result = train_boosted(case, Setting(HybridParallelPlugin, options))
+    # Torch can't differentiate flex attention on the CPU.
+    assert_same_training(result.trained, train_plainly(zoo_case("transformers/llama", steps=1), 1), case)

@@ -6,7 +6,8 @@ from unittest import mock
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, noise, train_boosted
-from ranked import raises_on_ranks
+from hybrid_runs import SPLIT_GATHER
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -96,13 +97,6 @@ class UnsplitConvolution(Unsplit):
         return x + self.part(x.transpose(1, 2)).transpose(1, 2)
 
 
-class InDict(Layer):
-    """Returns its hidden states in a dict."""
-
-    def forward(self, x):
-        return {"hidden": super().forward(x)}
-
-
 KINDS = {
     "Layer": Layer,
     "OwnAttention": OwnAttention,
@@ -112,14 +106,13 @@ KINDS = {
     "Unsplit": Unsplit,
     "UnsplitConvolution": UnsplitConvolution,
     "Dropping": partial(Layer, part=nn.Dropout(0.5)),
-    "InDict": InDict,
 }
 
 
 class Model(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.layers = nn.ModuleList((KINDS[kind](), Layer()))
+        self.layers = nn.ModuleList((kind(), Layer()))
 
     def forward(self, x):
         for layer in self.layers:
@@ -133,8 +126,7 @@ POLICY = ShardingPolicy(
 )
 
 
-SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
-SETTING = Setting(HybridParallelPlugin, {**SPLIT, "custom_policy": POLICY})
+SETTING = Setting(HybridParallelPlugin, {**SPLIT_GATHER, "custom_policy": POLICY})
 
 
 states = noise(2, 5, WIDTH)
@@ -142,7 +134,7 @@ states = noise(2, 5, WIDTH)
 
 def case_of(kind):
     no_effect = ("layers.0.part.bias",) if kind == "OwnBlock" else ()  # its block takes means over the sequence off
-    return Case(build=partial(Model, kind), batch=states, steps=2, no_effect=no_effect)
+    return Case(build=partial(Model, KINDS[kind]), batch=states, steps=2, no_effect=no_effect)
 
 
 @pytest.mark.parametrize("kind", ["OwnAttention", "BlockAround", "UnsplitConvolution"])
@@ -153,8 +145,13 @@ def test_layers_that_mix_positions_are_refused_at_boost(kind):
 @raises_on_ranks(ConfigError, "layer of class `InDict` returns a `dict`", 2)
 def test_layers_that_return_containers_are_refused():
     """What a layer returns is looked at in each forward, also where the layer could not be checked."""
+
+    class InDict(Layer):
+        def forward(self, x):
+            return {"hidden": super().forward(x)}
+
     with mock.patch("booster_hybrid.boosting.check_policy", return_value=CheckedPolicy({})):
-        train_boosted(case_of("InDict"), SETTING)
+        train_boosted(Case(build=partial(Model, InDict), batch=states, steps=2), SETTING)
 
 
 @pytest.mark.parametrize("kind", ["Layer", "OwnBlock", "WritingBlock", "Unsplit"])
@@ -166,32 +163,30 @@ def test_dropout_is_pointwise():
     run_on_ranks(train_boosted, 2, case_of("Dropping"), SETTING)
 
 
-class Seeing(Model):
-    """Also has layers for pictures, which its example has none of."""
-
-    def __init__(self):
-        super().__init__("Layer")
-        self.pictures = nn.ModuleList(SeeingLayer() for _ in range(2))
-
-    def forward(self, x, pictures=None):
-        if pictures is not None:
-            for layer in self.pictures:
-                pictures = layer(pictures, 0.5)
-            x = torch.cat([x, pictures], 1)
-        return super().forward(x)
-
-
-class SeeingLayer(Unsplit):
-    def forward(self, x, scale):
-        return super().forward(x) + scale * x.cumsum(1)
-
-
-def with_pictures(number, replica):
-    return states(number, replica), noise(2, 4, WIDTH)(number, replica)
-
-
+@on_ranks(2)
 def test_layers_that_no_batch_reaches_have_whole_sequences():
+    class SeeingLayer(Unsplit):
+        def forward(self, x, scale):
+            return super().forward(x) + scale * x.cumsum(1)
+
+    class Seeing(Model):
+        """Also has layers for pictures, which its example has none of."""
+
+        def __init__(self):
+            super().__init__(Layer)
+            self.pictures = nn.ModuleList(SeeingLayer() for _ in range(2))
+
+        def forward(self, x, pictures=None):
+            if pictures is not None:
+                for layer in self.pictures:
+                    pictures = layer(pictures, 0.5)
+                x = torch.cat([x, pictures], 1)
+            return super().forward(x)
+
+    def with_pictures(number, replica):
+        return states(number, replica), noise(2, 4, WIDTH)(number, replica)
+
     policy = ShardingPolicy(rules=POLICY.rules, layers=("layers", "pictures"))
     example = noise(2, 6, WIDTH)(0, 0)
-    setting = Setting(HybridParallelPlugin, {**SPLIT, "custom_policy": policy, "example_batch": example})
+    setting = Setting(HybridParallelPlugin, {**SPLIT_GATHER, "custom_policy": policy, "example_batch": example})
     assert_equals_one_process(Case(build=Seeing, batch=with_pictures, steps=2), setting)

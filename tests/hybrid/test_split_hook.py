@@ -1,16 +1,14 @@
 """A user's function splits batches whose tensors don't begin with samples, such as patches of several images."""
 
-from functools import partial
-
 import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, train_boosted
 from matrix import matrix
+from ranked import on_ranks
 from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import expect_on_ranks
 from booster_testing.compare import tolerance_for
 
 
@@ -41,22 +39,6 @@ def batch(number, _replica):
     }
 
 
-def split(asked, batch, num_microbatches):
-    """Give each microbatch some whole images."""
-    assert num_microbatches == asked
-    ends, parts, start = batch["counts"].cumsum(0).tolist(), [], 0
-    for images in torch.arange(len(ends)).tensor_split(num_microbatches):
-        stop = ends[images[-1]]
-        part = {
-            "patches": batch["patches"][start:stop],
-            "counts": batch["counts"][images],
-            "positions": batch["positions"][:, images],
-        }
-        parts.append((part, len(images)))
-        start = stop
-    return parts
-
-
 CASE = Case(build=Patches, batch=batch, steps=2, outputs=True, tolerance=tolerance_for(torch.float64))
 
 
@@ -66,12 +48,24 @@ def setting(num_microbatches, split_batch):
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 5])
+@on_ranks(2)
 def test_batches_are_split_by_the_hook(num_microbatches):
-    assert_equals_one_process(CASE, setting(num_microbatches, partial(split, num_microbatches)))
+    def split(batch, asked):
+        """Give each microbatch some whole images."""
+        assert asked == num_microbatches
+        ends, parts, start = batch["counts"].cumsum(0).tolist(), [], 0
+        for images in torch.arange(len(ends)).tensor_split(num_microbatches):
+            stop = ends[images[-1]]
+            part = {
+                "patches": batch["patches"][start:stop],
+                "counts": batch["counts"][images],
+                "positions": batch["positions"][:, images],
+            }
+            parts.append((part, len(images)))
+            start = stop
+        return parts
 
-
-def returning(value, _batch, _num_microbatches):
-    return value
+    assert_equals_one_process(CASE, setting(num_microbatches, split))
 
 
 # every kind of mistake needs no pipeline of its own
@@ -85,5 +79,7 @@ def returning(value, _batch, _num_microbatches):
         ]
     },
 )
+@on_ranks(2)
 def test_what_is_no_microbatch_is_refused_on_every_rank(value, message):
-    expect_on_ranks(ConfigError, message, train_boosted, 2, CASE, setting(2, partial(returning, value)))
+    with pytest.raises(ConfigError, match=message):
+        train_boosted(CASE, setting(2, lambda *_: value))

@@ -44,25 +44,21 @@ def test_an_embedding_that_looks_at_all_rows_is_refused(option):
         split(model, ModuleRule("tokens", Style.VOCABULARY))
 
 
-class Own(nn.Linear):
-    """A linear map in code of its own, which does what its kind says."""
-
-    def __init__(self, kind, inputs=6, outputs=8):
-        super().__init__(inputs, outputs)
-        self.kind = kind
-        if kind == "transposed":
-            self.weight = nn.Parameter(self.weight.detach().t().contiguous())
-
-    def forward(self, x):
-        product = x @ (self.weight if self.kind == "transposed" else self.weight.t())
-        if self.kind == "doubled bias":
-            product = product + self.bias
-        return product + self.bias
-
-
 @pytest.mark.parametrize(("kind", "is_plain"), [("plain", True), ("transposed", True), ("doubled bias", False)])
 def test_a_layer_that_computes_something_else_is_refused(kind, is_plain):
-    model = nn.Sequential(Own(kind), nn.ReLU(), nn.Linear(8, 6))
+    class Own(nn.Linear):
+        """A linear map in code of its own, which does what its kind says."""
+
+        def forward(self, x):
+            product = x @ (self.weight if kind == "transposed" else self.weight.t())
+            if kind == "doubled bias":
+                product = product + self.bias
+            return product + self.bias
+
+    own = Own(6, 8)
+    if kind == "transposed":
+        own.weight = nn.Parameter(own.weight.detach().t().contiguous())
+    model = nn.Sequential(own, nn.ReLU(), nn.Linear(8, 6))
     policy = ShardingPolicy((ModuleRule("0", Style.COLUMN), ModuleRule("2", Style.ROW)))
     expected = contextlib.nullcontext() if is_plain else pytest.raises(ConfigError, match=r"changes what .* computes")
     with expected:

@@ -7,19 +7,18 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from hybrid_runs import RING, boosted
 from matrix import matrix
 from model_zoo import get_model
 from ranked import on_ranks, raises_on_ranks
 from torch.nn import functional
 
-from booster_core import Booster
 from booster_core.errors import ConfigError, MissingRanksError
 from booster_core.ranks.world import current_world
-from booster_hybrid import HybridParallelPlugin, SplitLogits
+from booster_hybrid import SplitLogits
 from booster_hybrid.mesh import RankGroup
 from booster_hybrid.split_logits import split_logits
 from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary
-from booster_testing import expect_on_ranks, run_on_ranks
 
 SIZES = {1: [7], 2: [4, 3], 3: [3, 2, 2]}
 
@@ -111,9 +110,11 @@ def test_the_largest_logit_is_that_of_whole_logits_in_every_format():
 FACTORS = {"scalar": (), "one element": (1, 1, 1), "vector": (7,), "of each position": (5, 1)}
 
 
-def compare_factors(shape):
+@matrix(1, shape=list(FACTORS))
+@on_ranks(2)
+def test_a_trained_factor_has_its_whole_gradient(shape):
     labels = torch.randint(7, (10,), generator=torch.Generator().manual_seed(1))
-    values = torch.rand(shape, generator=torch.Generator().manual_seed(2))
+    values = torch.rand(FACTORS[shape], generator=torch.Generator().manual_seed(2))
     whole, _, split, _ = make()
     found = []
     for logits in (whole, split):
@@ -122,11 +123,6 @@ def compare_factors(shape):
         functional.cross_entropy(scaled.flatten(0, 1), labels).backward()
         found.append(factor.grad)
     torch.testing.assert_close(found[1], found[0])
-
-
-@matrix(1, shape=list(FACTORS))
-def test_a_trained_factor_has_its_whole_gradient(shape):
-    run_on_ranks(compare_factors, 2, FACTORS[shape])
 
 
 LABELS = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -192,11 +188,6 @@ def test_split_state_is_saved_whole():
     assert split.new_zeros(3).tolist() == [0.0] * 3
 
 
-def changed(logits):
-    logits[..., 3].fill_(0.0)
-    return logits.view(-1, 7)
-
-
 IN_PLACE = {
     "__setitem__": lambda logits: logits.__setitem__((..., 3), 0.0),
     "masked_fill_": lambda logits: logits.masked_fill_(LABELS[..., None] > 2, 0.0),
@@ -208,16 +199,13 @@ IN_PLACE = {
 }
 
 
-def write(name):
-    with torch.no_grad():
-        IN_PLACE[name](make()[2])
-
-
 @pytest.mark.parametrize("name", IN_PLACE)
+@on_ranks(2)
 def test_in_place_changes_of_split_outputs_raise(name):
     called = name.partition(" ")[0]
     message = rf"`.*{called}.*` would write into \d:\d of 7 logits.*`logits.gather\(\)`.*`parallel_output=False`"
-    expect_on_ranks(ConfigError, message, write, 2, name)
+    with torch.no_grad(), pytest.raises(ConfigError, match=message):
+        IN_PLACE[name](make()[2])
 
 
 @raises_on_ranks(
@@ -225,57 +213,52 @@ def test_in_place_changes_of_split_outputs_raise(name):
 )
 def test_writing_to_a_view_of_gathered_logits_raises():
     with torch.no_grad():
-        changed(make()[2])
+        logits = make()[2]
+        logits[..., 3].fill_(0.0)
+        logits.view(-1, 7)
 
 
-def on_one_rank():
+@on_ranks(2)
+def test_a_call_on_one_rank_alone_raises_instead_of_meeting_another_collective():
     current_world().timeout_seconds = 1.0
     split = make()[2]
     if dist.get_rank() == 0:
         with pytest.raises(MissingRanksError) as caught:
             split.softmax(-1)
-        return str(caught.value)
-    return None
-
-
-def test_a_call_on_one_rank_alone_raises_instead_of_meeting_another_collective():
-    message = run_on_ranks(on_one_rank, 2)[0]
-    assert message.startswith("`gather of split logits` waited 1 s for rank 1 of 2, which did not call it.")
-    assert message.endswith(
-        "`softmax` needs whole logits, of which each of these ranks has a part. Let all of them call it, look at "
-        "`logits.local()` on one, or pass `parallel_output=False`."
-    )
-
-
-def label_out_of_bounds(label):
-    labels = torch.zeros(10, dtype=torch.int64)
-    labels[3] = label
-    functional.cross_entropy(make()[2].view(-1, 7), labels, ignore_index=-1)
+        message = str(caught.value)
+        assert message.startswith("`gather of split logits` waited 1 s for rank 1 of 2, which did not call it.")
+        assert message.endswith(
+            "`softmax` needs whole logits, of which each of these ranks has a part. Let all of them call it, look at "
+            "`logits.local()` on one, or pass `parallel_output=False`."
+        )
 
 
 @pytest.mark.parametrize("label", [7, -2])
+@on_ranks(3)
 def test_labels_outside_of_the_vocabulary_raise_on_every_rank(label):
-    expect_on_ranks(IndexError, f"Target {label} is out of bounds: there are 7", label_out_of_bounds, 3, label)
+    labels = torch.zeros(10, dtype=torch.int64)
+    labels[3] = label
+    with pytest.raises(IndexError, match=f"Target {label} is out of bounds: there are 7"):
+        functional.cross_entropy(make()[2].view(-1, 7), labels, ignore_index=-1)
 
 
-def sequence_with(options, tokens, labels):
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
-    model = get_model("transformers/llama").seeded()
-    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def train_on(options, tokens, labels):
+    _, model, _ = boosted(get_model("transformers/llama").seeded(), **options)
     model(input_ids=torch.tensor([tokens]), labels=torch.tensor([labels]))
 
 
 SPLITS = {
     "vocabulary": {"tp_size": 2, "parallel_output": True},
-    "sequence": {"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "parallel_output": True},
+    "sequence": {**RING, "parallel_output": True},
 }
 
 
 @pytest.mark.parametrize("what", SPLITS)
+@raises_on_ranks(IndexError, "Target 64 is out of bounds", 2)
 def test_wrong_labels_of_one_part_of_a_sequence_raise_on_every_rank(what):
-    expect_on_ranks(IndexError, "Target 64 is out of bounds", sequence_with, 2, SPLITS[what], [1, 2, 3], [1, 64, 2])
+    train_on(SPLITS[what], [1, 2, 3], [1, 64, 2])
 
 
+@raises_on_ranks(IndexError, "Token 64 is out of bounds: there are 64", 2)
 def test_tokens_outside_of_the_vocabulary_raise_on_every_rank():
-    options = {"tp_size": 2}
-    expect_on_ranks(IndexError, "Token 64 is out of bounds: there are 64", sequence_with, 2, options, [1, 64], [1, 2])
+    train_on({"tp_size": 2}, [1, 64], [1, 2])

@@ -4,30 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import Setting, assert_equals_one_process, itself, own_loss, zoo_case
+from hybrid_runs import MODES, RING, ULYSSES, boosted
 from matrix import matrix, named
 from model_zoo import get_model
 from ranked import on_ranks
 
-from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin, SplitLogits
 from booster_hybrid.sequence_parallel.loss import ByPositions
-from booster_testing import run_on_ranks
 
 NAME = "transformers/llama_tied"
 TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
-ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
-RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
-SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
-MODES = pytest.mark.parametrize("options", [ULYSSES, RING], ids=["all_to_all", "ring_attn"])
-
-
-def boosted(options):
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
-    model = get_model(NAME).seeded()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return booster, model, optimizer
 
 
 def weighted(logits, tokens):
@@ -69,7 +56,7 @@ def assert_same_losses(name, options, num_ranks=2):
 @matrix(
     ["tuple-all_to_all"],
     name=LOSSES,
-    options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]),
+    options=named(MODES.values(), MODES),
 )
 def test_losses_of_all_kinds_are_those_of_one_process(options, name):
     assert_same_losses(name, options)
@@ -80,30 +67,31 @@ def test_positions_and_vocabulary_may_be_split_at_once(name):
     assert_same_losses(name, {**RING, "tp_size": 2}, 4)
 
 
-def with_penalty():
-    """Return a model that adds to its loss what its last and its first positions predict most surely."""
-    model = get_model(NAME).seeded()
-    whole = type(model)
+@pytest.mark.parametrize("options", [ULYSSES, RING], ids=["all_to_all", "ring_attn"])
+@on_ranks(2)
+def test_a_model_sees_whole_logits_before_it_takes_its_loss(options):
+    """Add to a model's loss what its last and its first positions predict most surely."""
 
-    class PenalizedForCausalLM(whole):
+    class PenalizedForCausalLM(type(get_model(NAME).seeded())):
         def forward(self, input_ids, labels):
             logits = self.lm_head(self.model(input_ids).last_hidden_state)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
             return loss + weighted(logits, input_ids) + logits[:, -1].logsumexp(-1).square().sum()
 
-    model.__class__ = PenalizedForCausalLM
-    return model
+    def with_penalty():
+        model = get_model(NAME).seeded()
+        model.__class__ = PenalizedForCausalLM
+        return model
 
-
-@MODES
-def test_a_model_sees_whole_logits_before_it_takes_its_loss(options):
     case = zoo_case(NAME, build=with_penalty, batch=partial(batch_of, {}), loss=itself, steps=2)
     example = {"input_ids": TOKENS, "labels": TOKENS}
     assert_equals_one_process(case, Setting(HybridParallelPlugin, {**options, "example_batch": example}))
 
 
-def facts(options):
-    _, model, _ = boosted(options)
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@on_ranks(lambda tp_size: 2 * tp_size)
+def test_split_outputs_look_whole(tp_size):
+    _, model, _ = boosted(get_model(NAME).seeded(), **RING, tp_size=tp_size)
     whole = get_model(NAME).seeded()(input_ids=TOKENS).logits
     kept = model(input_ids=TOKENS, labels=TOKENS).logits
     assert isinstance(kept, SplitLogits)
@@ -116,36 +104,24 @@ def facts(options):
     assert isinstance(kept.detach().to(torch.bfloat16).partition, ByPositions)
     assert "of 7 positions" in repr(kept)
     assert not isinstance(getattr(model(input_ids=TOKENS).logits, "partition", None), ByPositions)
-    return isinstance(kept.local(), SplitLogits)
+    assert isinstance(kept.local(), SplitLogits) == (tp_size == 2)
 
 
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_split_outputs_look_whole(tp_size):
-    found = run_on_ranks(facts, 2 * tp_size, {**RING, "tp_size": tp_size})
-    assert found == [tp_size == 2] * 2 * tp_size
-
-
-@MODES
+@pytest.mark.parametrize("options", [ULYSSES, RING], ids=["all_to_all", "ring_attn"])
 @on_ranks(2)
 def test_without_labels_the_model_may_be_asked_for_the_last_positions(options):
-    _, model, _ = boosted(options)
+    _, model, _ = boosted(get_model(NAME).seeded(), **options)
     whole = get_model(NAME).seeded()
     found = model(input_ids=TOKENS, logits_to_keep=1).logits
     torch.testing.assert_close(found[:], whole(input_ids=TOKENS, logits_to_keep=1).logits)
 
 
-def evaluated(options):
-    """Return the outputs of a pipeline's last stage, put together from its microbatches."""
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**options, pp_size=2))
-    model, *_ = booster.boost(get_model(NAME).seeded())
+@on_ranks(4)
+def test_a_pipeline_returns_whole_logits():
+    """The last stage's ranks have them, put together from its microbatches."""
+    booster, model, _ = boosted(get_model(NAME).seeded(), **ULYSSES, pp_size=2)
     batch = {"input_ids": TOKENS, "labels": TOKENS}
     result = booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, return_outputs=True)
-    if result["outputs"] is None:
-        return None
-    whole = get_model(NAME).seeded()(**batch)
-    torch.testing.assert_close(result["outputs"].logits[:], whole.logits)
-    return dist.get_rank()
-
-
-def test_a_pipeline_returns_whole_logits():
-    assert len([rank for rank in run_on_ranks(evaluated, 4, ULYSSES) if rank is not None]) == 2
+    assert (result["outputs"] is not None) == booster.plugin.stage_manager.is_last_stage()
+    if result["outputs"] is not None:
+        torch.testing.assert_close(result["outputs"].logits[:], get_model(NAME).seeded()(**batch).logits)

@@ -2,12 +2,11 @@
 
 import torch
 from compiler_warnings import ignore_compiler_warnings
+from hybrid_runs import boosted
 from matrix import matrix
+from ranked import on_ranks
 
-from booster_core import Booster
-from booster_hybrid import HybridParallelPlugin
 from booster_runtime import full_gradient
-from booster_testing import run_on_ranks
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODES = {"tp": {}, "split_gather": {"sequence_parallelism_mode": "split_gather"}}
@@ -23,31 +22,25 @@ def make(name):
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
-def batch():
-    ids = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids}
-
-
-def loss_of(model, penalty):
-    """Return a loss with a penalty on what every rank has whole, or shares."""
-    loss = model(**batch()).loss
-    shared = "k_proj" if model.config.num_key_value_heads == 1 else "norm"
-    inner = [each for name, each in model.named_parameters() if "norm" in name or shared in name]
-    return loss + penalty * sum(each.square().sum() for each in inner)
-
-
-def train(name, options, penalty, is_frozen, backend=None):
+def train(name, options, *, penalty=0.0, is_frozen=False, backend=None):
+    """Compare gradients with one process, of a loss with a penalty on what every rank has whole, or shares."""
     whole, model = make(name), make(name)
-    loss_of(whole, penalty).backward()
+    tokens = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(0))
+    shared = ("norm", "k_proj") if name == "shared keys" else ("norm",)
+
+    def loss_of(model):
+        inner = [each for key, each in model.named_parameters() if any(part in key for part in shared)]
+        return model(input_ids=tokens, labels=tokens).loss + penalty * sum(each.square().sum() for each in inner)
+
+    loss_of(whole).backward()
     model.requires_grad_(not is_frozen)
     if backend is not None:
         ignore_compiler_warnings()
         model.model.layers[0].self_attn.k_proj.compile(backend=backend)
-    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, **options))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(model, tp_size=2, **options)
     for each in model.parameters():
         each.requires_grad_(True)
-    booster.backward(loss_of(model, penalty), optimizer)
+    booster.backward(loss_of(model), optimizer)
     for key, parameter in whole.named_parameters():
         found = full_gradient(booster, model, key)
         torch.testing.assert_close(
@@ -56,14 +49,17 @@ def train(name, options, penalty, is_frozen, backend=None):
 
 
 @matrix(1, name=["shared keys", "norms of heads"], mode=MODES)
+@on_ranks(2)
 def test_what_was_frozen_at_boost_may_be_trained_later(name, mode):
-    run_on_ranks(train, 2, name, MODES[mode], 0.0, True)
+    train(name, MODES[mode], is_frozen=True)
 
 
 @matrix(1, name=["shared keys", "norms of heads"], mode=MODES)
+@on_ranks(2)
 def test_a_penalty_on_weights_counts_once(name, mode):
-    run_on_ranks(train, 2, name, MODES[mode], 0.3, False)
+    train(name, MODES[mode], penalty=0.3)
 
 
+@on_ranks(2, timeout_seconds=300)
 def test_a_compiled_layer_adds_up_what_each_rank_has_of_shared_keys():
-    run_on_ranks(train, 2, "shared keys", {}, 0.0, False, "aot_eager", timeout_seconds=300)
+    train("shared keys", {}, backend="aot_eager")

@@ -4,54 +4,43 @@ import pytest
 import torch
 import torch.distributed as dist
 from isolated_libraries import import_quietly
+from ranked import on_ranks
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.random_streams import Stream
-from booster_testing import run_on_ranks
 
 PROBABILITY = 0.3
 
 
-def gpt2():
+@on_ranks(2)
+def test_dropout_differs_between_head_shards_and_matches_on_replicas():
     import_quietly(("transformers",))
     from transformers import GPT2Config, GPT2LMHeadModel
+
+    def overlap(one, other):
+        """Return how much of what one drops the other drops too."""
+        return float((one & other).sum() / one.sum())
 
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64, "use_cache": False}
     sizes |= {"bos_token_id": 1, "eos_token_id": 2}
     rates = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), PROBABILITY)
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, attn_implementation="eager")).train()
-
-
-def masks():
-    """Return which values each dropout of a model dropped, by name, in the order of its calls."""
-    model = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2)).boost(gpt2()).model
-    torch.manual_seed(dist.get_rank())  # a user's own choice, which must not part the replicas
-    tokens = torch.randint(3, 64, (4, 48), generator=torch.Generator().manual_seed(0))
-    seen = {}
-
-    def watch(name):
-        def hook(_module, args, output):
-            seen[name] = (output == 0) & (args[0] != 0)
-
-        return hook
-
+    gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, **rates, attn_implementation="eager")).train()
+    model = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2)).boost(gpt2).model
+    masks = {}
     for name, module in model.unwrap().named_modules():
         if isinstance(module, torch.nn.Dropout):
-            module.register_forward_hook(watch(name))
+            module.register_forward_hook(
+                lambda _, args, output, name=name: masks.update({name: (output == 0) & (args[0] != 0)})
+            )
+    torch.manual_seed(dist.get_rank())  # a user's own choice, which must not part the replicas
+    tokens = torch.randint(3, 64, (4, 48), generator=torch.Generator().manual_seed(0))
     for index, attention in enumerate(model(input_ids=tokens, output_attentions=True).attentions):
-        seen[f"attention {index}"] = (attention == 0)[(..., *torch.tril_indices(48, 48))]
-    return seen
-
-
-def overlap(one, other):
-    """Return how much of what one drops the other drops too."""
-    return float((one & other).sum() / one.sum())
-
-
-def test_dropout_differs_between_head_shards_and_matches_on_replicas():
-    first, second = run_on_ranks(masks, 2)
+        masks[f"attention {index}"] = (attention == 0)[(..., *torch.tril_indices(48, 48))]
+    of_ranks = [None, None]
+    dist.all_gather_object(of_ranks, masks)
+    first, second = of_ranks
     split = [name for name in first if name.startswith("attention")]
     assert len(split) == 2
     for name, mask in first.items():
@@ -69,12 +58,12 @@ def test_dropout_differs_between_head_shards_and_matches_on_replicas():
             assert overlap(mask, other) == pytest.approx(PROBABILITY, abs=0.035)
 
 
-def drawn():
-    return float(torch.rand((), dtype=torch.float64))
-
-
 def test_streams_of_two_axes_differ_inside_of_each_other():
     """The ranks are those of two times two, seeded alike; what they draw afterwards is alike again."""
+
+    def drawn():
+        return float(torch.rand((), dtype=torch.float64))
+
     of_outer, of_inner, after = [], [], []
     with torch.random.fork_rng(devices=[]):
         for rank in range(4):

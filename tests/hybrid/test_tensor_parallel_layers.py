@@ -1,5 +1,6 @@
 """Split linear layers on their own: what they compute, what they skip, what they keep, and when they send."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -91,25 +92,13 @@ def batch(dtype=torch.float64, seed=1):
 same_gradients = partial(assert_parts_of_gradients, relative=1e-12)
 
 
-class Calls:
-    """Counts sums over ranks while it is entered, and may change how they are done."""
-
-    def __init__(self, around=None):
-        self.numels, self._around = [], around
-
-    def __enter__(self):
-        self._original = collectives.all_reduce
-
-        def all_reduce(tensor, *args, **options):
-            self.numels.append(tensor.numel())
-            start = partial(self._original, tensor, *args, **options)
-            return start() if self._around is None else self._around(start)
-
-        collectives.all_reduce = all_reduce
-        return self
-
-    def __exit__(self, *_):
-        collectives.all_reduce = self._original
+@contextlib.contextmanager
+def counted_sums():
+    """Yield a list that gets the number of elements of each sum over ranks."""
+    numels = []
+    with mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce) as sums:
+        yield numels
+    numels += [call.args[0].numel() for call in sums.call_args_list]
 
 
 # ---- what they compute
@@ -141,11 +130,11 @@ def test_second_derivatives_are_refused():
 @on_ranks(2)
 def test_column_siblings_share_nothing_without_gradients(mode):
     whole, model, _ = make()
-    with Calls() as calls, mode():
+    with counted_sums() as numels, mode():
         torch.testing.assert_close(model(batch()), whole(batch()))
         siblings = model.blocks[0].attention.q.forward.siblings
         assert siblings._open is None
-    assert calls.numels == [2 * 5 * WIDTH] * 2  # the rows' sums alone
+    assert numels == [2 * 5 * WIDTH] * 2  # the rows' sums alone
     source, other = (batch().requires_grad_() for _ in range(2))
     whole(source).sum().backward()
     model(other).sum().backward()
@@ -178,11 +167,11 @@ def test_gradients_of_frozen_weights_are_not_computed(names, num_computed):
 def test_an_input_without_gradient_sends_nothing_in_backward():
     """One sum in forward remains."""
     whole, model, splits = make(depth=1)
-    with Calls() as calls:
+    with counted_sums() as numels:
         whole(batch()).square().sum().backward()
         model(batch()).square().sum().backward()
     same_gradients(model, splits, whole)
-    assert len(calls.numels) == 1
+    assert len(numels) == 1
 
 
 @pytest.mark.parametrize("kind", ["bias", "conv"])
@@ -191,9 +180,9 @@ def test_three_projections_share_one_sum(kind):
     """Three layers: one sum in forward and one in backward each."""
     _, model, _ = make(kind, depth=3)
     source = batch().requires_grad_()
-    with Calls() as calls:
+    with counted_sums() as numels:
         model(source).square().sum().backward()
-    assert calls.numels == [2 * 5 * WIDTH] * 6
+    assert numels == [2 * 5 * WIDTH] * 6
 
 
 # ---- what they keep
@@ -240,21 +229,17 @@ def test_weight_gradients_are_computed_while_the_sum_travels():
     output = model(batch().requires_grad_())
     events = []
 
-    class Noted:
-        """A sum that tells when it is waited for."""
-
-        def __init__(self, start):
-            events.append("sum")
-            self.pending = start()
-
-        def wait(self):
-            events.append("wait")
-            self.pending.wait()
+    def noted(*args, original=collectives.all_reduce, **options):
+        """Start a sum that tells when it is waited for."""
+        events.append("sum")
+        pending = original(*args, **options)
+        return mock.Mock(wait=lambda: events.append("wait") or pending.wait())
 
     def computed(*args, original=linear._weight_gradient, **options):
         events.append("weight")
         return original(*args, **options)
 
-    with mock.patch.object(linear, "_weight_gradient", computed), Calls(Noted):
+    gradients = mock.patch.object(linear, "_weight_gradient", computed)
+    with gradients, mock.patch.object(collectives, "all_reduce", noted):
         output.sum().backward()
     assert events == ["weight", "sum", "weight", "weight", "weight", "wait"]
