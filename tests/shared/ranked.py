@@ -24,22 +24,23 @@ def on_ranks(num_ranks, **limits):
     """
 
     def dispatch(test, parameters):
-        return run_on_ranks(test, _number(num_ranks, parameters), *parameters.values(), **limits)
+        return run_on_ranks(test, number_of(num_ranks, parameters), *parameters.values(), **limits)
 
-    return _dispatched(dispatch)
+    return dispatched(dispatch)
 
 
 def raises_on_ranks(error, match, num_ranks, **limits):
     """Expect an error of the test on every rank, as `expect_on_ranks` does; ``num_ranks`` is as for `on_ranks`."""
 
     def dispatch(test, parameters):
-        number = _number(num_ranks, parameters)
+        number = number_of(num_ranks, parameters)
         return expect_on_ranks(error, match, test, number, *parameters.values(), **limits)
 
-    return _dispatched(dispatch)
+    return dispatched(dispatch)
 
 
-def _number(num_ranks, parameters):
+def number_of(num_ranks, parameters):
+    """Return the number of ranks of a test, which `on_ranks` is given, for its parameters."""
     if isinstance(num_ranks, int):
         return num_ranks
     if isinstance(num_ranks, str):
@@ -47,7 +48,9 @@ def _number(num_ranks, parameters):
     return num_ranks(*(parameters[name] for name in inspect.signature(num_ranks).parameters))
 
 
-def _dispatched(dispatch):
+def dispatched(dispatch):
+    """Return a decorator of tests that ranks call: elsewhere a function gets the test and its parameters by name."""
+
     def decorate(function):
         names = list(inspect.signature(function).parameters)
 

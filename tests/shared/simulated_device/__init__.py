@@ -5,8 +5,8 @@ its collectives follow NCCL's rules; see ``device.cpp``, ``order.h``, ``timeline
 registers as torch's private-use backend until the process ends, so tests use it in rank workers, which the fixture
 ``simulated_device`` ends afterwards:
 
-    def on_rank(): model.to("simulated"); ...
-    def test_it(simulated_device): run_on_devices(on_rank, 2, simulated_device)
+    @on_devices(2)
+    def test_it(simulated_device): model.to("simulated"); ...
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from sysconfig import get_path
 
 import torch
 import torch.distributed as dist
+from ranked import dispatched, number_of
 
 from booster_testing import run_on_ranks
 
@@ -101,6 +102,16 @@ def load(library):
 def run_on_devices(function, world_size, library, *args, **kwargs):
     """Call `booster_testing.run_on_ranks` for ranks with a device each."""
     return run_on_ranks(function, world_size, *args, backend=BACKEND, prepare=partial(load, library), **kwargs)
+
+
+def on_devices(num_ranks, **limits):
+    """Call the test, which has the fixture `simulated_device`, on ranks with a device each: see `ranked.on_ranks`."""
+
+    def dispatch(test, parameters):
+        number = number_of(num_ranks, parameters)
+        return run_on_devices(test, number, parameters["simulated_device"], *parameters.values(), **limits)
+
+    return dispatched(dispatch)
 
 
 def _module():
