@@ -7,6 +7,7 @@ import torch
 from cases import Setting
 from matrix import matrix
 from plugin_runs import backward, runs
+from ranked import on_ranks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -98,13 +99,6 @@ def averaged(name, precision, folder, *, freezes=False):
     return *found, whole_model(booster, model)
 
 
-def undisturbed(name, precision, folder):
-    run = boosted(name, precision, folder)
-    for number in range(STEPS + 1):
-        train(*run, number)
-    return whole_model(*run[:2])
-
-
 def averages_of_files(folder):
     """Return the averages that were saved, once they are those of the models in the files."""
     expected = load_file(folder / "0.safetensors")
@@ -125,23 +119,26 @@ def averages_of_files(folder):
     name=SETTINGS,
     precision=["fp32", "bf16"],
 )
+@on_ranks(lambda name: SETTINGS[name].num_ranks)
 def test_averages_are_those_of_what_the_optimizer_updates_and_leave_no_trace(name, precision, tmp_path):
-    ranks = SETTINGS[name].num_ranks
-    results = run_on_ranks(averaged, ranks, name, precision, tmp_path)
+    before, inside, after, later = averaged(name, precision, tmp_path)
     expected = averages_of_files(tmp_path)
-    plain = run_on_ranks(undisturbed, ranks, name, precision, tmp_path)
-    for (before, inside, after, later), wanted in zip(results, plain, strict=True):
-        assert [key for key, value in before.items() if not torch.equal(after[key], value)] == []
-        names = [key for key in inside if key in expected]
-        assert len(names) >= len(expected) - 1  # a tied one has another name in files
-        assert [key for key in names if not torch.equal(inside[key], expected[key].to(inside[key].dtype))] == []
-        assert [key for key, value in wanted.items() if not torch.equal(later[key], value)] == []
+    assert [key for key, value in before.items() if not torch.equal(after[key], value)] == []
+    names = [key for key in inside if key in expected]
+    assert len(names) >= len(expected) - 1  # a tied one has another name in files
+    assert [key for key in names if not torch.equal(inside[key], expected[key].to(inside[key].dtype))] == []
+    undisturbed = boosted(name, precision, tmp_path)
+    for number in range(STEPS + 1):
+        train(*undisturbed, number)
+    wanted = whole_model(*undisturbed[:2])
+    assert [key for key, value in wanted.items() if not torch.equal(later[key], value)] == []
 
 
 @pytest.mark.parametrize("name", ["zero1", "gemini"])
+@on_ranks(2)
 def test_a_parameter_that_is_unfrozen_later_is_averaged_on(name, tmp_path):
     """Gemini gets new chunks for it."""
-    run_on_ranks(averaged, 2, name, "bf16", tmp_path, freezes=True)
+    averaged(name, "bf16", tmp_path, freezes=True)
     averages_of_files(tmp_path)
 
 
