@@ -25,19 +25,6 @@ def drawn(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
-class Attending(nn.Module):
-    """Has a fused query, key and value projection."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_heads = 4
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        heads = [each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1)]
-        return x + self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-
-
 class Stack(nn.Module):
     def __init__(self, layer):
         super().__init__()
@@ -57,6 +44,17 @@ def build(layer):
 @on_ranks(2)
 def test_a_projection_that_is_split_wrongly_is_refused_and_would_be_found():
     """Split the projection as if it were one, and not three; first with the check, then without it."""
+
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_heads = 4
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            heads = [each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1)]
+            return x + self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
     rules = (
         ModuleRule("layers.*.qkv", Style.COLUMN, units="num_heads", scaled=("num_heads",)),
         ModuleRule("layers.*.out", Style.ROW, units="num_heads"),
