@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Setting
+from cases import Setting, tokens
 from matrix import matrix
-from plugin_runs import backward, runs
+from plugin_runs import runs, step
 from ranked import on_ranks
 from safetensors.torch import load_file
 from torch import nn
@@ -72,10 +72,7 @@ def boosted(name, precision, folder, *, freezes=False):
 
 def train(booster, model, optimizer, number):
     index, _ = booster.plugin.data_parallel_coordinates(DistCoordinator())
-    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(10 * number + index))
-    backward(booster, model, optimizer, {"input_ids": tokens, "labels": tokens})
-    optimizer.step()
-    optimizer.zero_grad()
+    step(booster, model, optimizer, tokens(2, 8)(number, index))
 
 
 def averaged(name, precision, folder, *, freezes=False):
@@ -102,8 +99,8 @@ def averaged(name, precision, folder, *, freezes=False):
 def averages_of_files(folder):
     """Return the averages that were saved, once they are those of the models in the files."""
     expected = load_file(folder / "0.safetensors")
-    for step in range(STEPS):
-        for key, value in load_file(folder / f"{step + 1}.safetensors").items():
+    for number in range(STEPS):
+        for key, value in load_file(folder / f"{number + 1}.safetensors").items():
             if key == "calls":
                 expected[key] = value
             else:
