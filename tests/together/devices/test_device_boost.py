@@ -5,13 +5,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from device_smoke import Case, batch_of, make_deep_model, part_of
+from device_smoke import Case, backward, batch_of, make_deep_model, part_of
 from matrix import matrix
 from simulated_device import NAME, on_devices
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.ranks import DistCoordinator
 from booster_core.state import MASTER
 from booster_runtime import full_gradient
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -97,16 +96,6 @@ def shards_here(booster, model, expected):
     return found
 
 
-def backward_boosted(booster, case, model, optimizer, number):
-    index, size = booster.plugin.data_parallel_coordinates(DistCoordinator())
-    batch = {name: tensor[index::size] for name, tensor in batch_of(number).items()}
-    if case.has_pipeline:
-        booster.execute_pipeline(iter([batch]), model, lambda output, _: output.loss, optimizer)
-    else:
-        loss = model(**{name: tensor.to(NAME) for name, tensor in batch.items()}).loss
-        booster.backward(loss, optimizer)
-
-
 def go_on(name, precision, make_optimizers, steps):
     """Train some steps in one process, boost, step, and compare with one process.
 
@@ -144,7 +133,7 @@ def go_on(name, precision, make_optimizers, steps):
     dist.all_gather_object(everywhere, {key for key, *_ in held})
     assert set().union(*everywhere) == {*before}
 
-    backward_boosted(booster, case, model, optimizer, steps)
+    backward(case, booster, model, optimizer, steps)
     gradients = {name: full_gradient(booster, model, name).cpu().float() for name in trained(alone)}
     if precision == "fp32":
         assert_same_tensors(gradients, gradients_of(alone, steps), tolerance_for(torch.float32))
@@ -190,22 +179,21 @@ def test_the_state_of_whole_matrices_goes_to_the_rank_that_steps_them(name, make
     go_on(name, "fp32", make_optimizers, 2)
 
 
-def boost_linear(*, width, has_state):
-    model = torch.nn.Linear(width, 3, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if has_state:
-        model.weight.grad = torch.zeros_like(model.weight)
-        optimizer.step()
-        optimizer.zero_grad()
-    booster = Booster(NAME, plugin="zero")
-    model, *_ = booster.boost(model, optimizer)
-    return model.weight.detach().cpu()
-
-
 @on_devices(2, timeout_seconds=120.0, group_timeout_seconds=20.0)
 def test_ranks_that_disagree_get_the_first_ranks_values_or_an_error(simulated_device):
     """Boost a model of whose ranks one has optimizer state, then different models."""
     rank = dist.get_rank()
+
+    def boost_linear(*, width, has_state):
+        model = torch.nn.Linear(width, 3, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if has_state:
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.step()
+            optimizer.zero_grad()
+        model, *_ = Booster(NAME, plugin="zero").boost(model, optimizer)
+        return model.weight.detach().cpu()
+
     weights = boost_linear(width=4, has_state=rank == 1)
     both = [torch.empty_like(weights) for _ in range(2)]
     dist.all_gather(both, weights)
