@@ -5,8 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from device_runs.small import make_plugin
-from device_smoke import CASES
+from device_smoke import CASES, make_plugin
 from simulated_device import NAME, on_devices
 from torch import nn
 
