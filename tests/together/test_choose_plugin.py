@@ -46,14 +46,10 @@ def loss_of(outputs, batch):
 MLP = TrainingFunctions(built, samples, loss_of)
 
 
-def chosen_for(budget, functions=MLP, **options):
-    return choose_plugin(functions, memory_budget_bytes=budget, **options)
-
-
 def trained(plugin=None, budget=None):
     """Return the plugin, the parameters after some steps, and the random state before; `budget` lets it be chosen."""
     torch.manual_seed(7)
-    plugin = chosen_for(budget) if plugin is None else plugin
+    plugin = choose_plugin(MLP, memory_budget_bytes=budget) if plugin is None else plugin
     state = torch.get_rng_state()
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(*built())
@@ -86,7 +82,8 @@ def test_two_ranks_train_as_under_the_plugin_that_was_chosen_which_fits_where_re
 def refused(budgets, last=None, functions=MLP, **options):
     """Choose with other arguments on each rank; ``last`` are those of the last one besides."""
     of_rank = last if last and dist.get_rank() else {}
-    chosen_for(budgets[dist.get_rank()], **({"functions": functions} | options | of_rank))
+    given = {"functions": functions, "memory_budget_bytes": budgets[dist.get_rank()], **options, **of_rank}
+    choose_plugin(given.pop("functions"), **given)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,7 @@ def test_a_group_of_one_is_started_where_nothing_was_launched():
     assert not dist.is_initialized()
     try:
         with mock.patch("booster_tools.planning.choice.candidates", return_value=[Candidate(name="ddp")]):
-            assert chosen_for(64 * MIB).name == "ddp"
+            assert choose_plugin(MLP, memory_budget_bytes=64 * MIB).name == "ddp"
         assert dist.get_world_size() == 1
     finally:
         shutdown()

@@ -73,23 +73,20 @@ def training(build, batch, **options):
 
 def trained(settings, size):
     """Return what this rank holds and sends under each setting, and the size of all tensors that Python can see."""
-    return [_trained(*SETTINGS[setting], size) for setting in settings]
-
-
-def _trained(name, options, size):
-    gc.collect()
-    before = [each for each in gc.get_objects() if isinstance(each, Tensor)]
-    held = []
-    step = torch.optim.AdamW.step
+    found, step = [], torch.optim.AdamW.step
 
     def step_and_count(self, *args, **kwargs):
         result = step(self, *args, **kwargs)
         held.append(_held(before))
         return result
 
-    with mock.patch.object(torch.optim.AdamW, "step", step_and_count):
-        measured = measure(training(lambda: llama(size), tokens), load(name)(**options))
-    return measured, held[-1]
+    for name, options in map(SETTINGS.get, settings):
+        gc.collect()
+        before, held = [each for each in gc.get_objects() if isinstance(each, Tensor)], []
+        with mock.patch.object(torch.optim.AdamW, "step", step_and_count):
+            measured = measure(training(lambda: llama(size), tokens), load(name)(**options))
+        found.append((measured, held[-1]))
+    return found
 
 
 def _held(before):
