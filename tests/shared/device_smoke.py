@@ -144,6 +144,18 @@ def train_plainly(device):
     return losses, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
+def backward(case, booster, model, optimizer, number):
+    """Run this rank's part of a batch forward and backward; return the loss where it is known."""
+    index, size = booster.plugin.data_parallel_coordinates(DistCoordinator())
+    batch = {name: tensor[index::size] for name, tensor in batch_of(number).items()}
+    if case.has_pipeline:
+        stream, loss_of = iter([batch]), lambda output, _: output.loss
+        return booster.execute_pipeline(stream, model, loss_of, optimizer, return_loss=True)["loss"]
+    loss = model(**{name: tensor.to(booster.device) for name, tensor in batch.items()}).loss
+    booster.backward(loss, optimizer)
+    return loss
+
+
 class Run:
     """A model boosted under a case's plugin.
 
@@ -154,25 +166,15 @@ class Run:
     """
 
     def __init__(self, case, device, precision):
-        self.case, self.device = case, device
+        self.case = case
         example = {"example_batch": batch_of(0)} if case.has_pipeline else {}
         self.booster = case.make_booster(device, precision, **example)
-        self.plugin = self.booster.plugin
         model = make_model()
         self.model, self.optimizer, *_ = self.booster.boost(model, make_optimizer(model))
 
     def step(self, number):
         """Train a step and return the loss of the whole batch, on the ranks that know it."""
-        index, size = self.plugin.data_parallel_coordinates(DistCoordinator())
-        batch = {name: tensor[index::size] for name, tensor in batch_of(number).items()}
-        if self.case.has_pipeline:
-            results = self.booster.execute_pipeline(
-                iter([batch]), self.model, lambda output, _: output.loss, self.optimizer, return_loss=True
-            )
-            loss = results["loss"]
-        else:
-            loss = self.model(**{name: tensor.to(self.device) for name, tensor in batch.items()}).loss
-            self.booster.backward(loss, self.optimizer)
+        loss = backward(self.case, self.booster, self.model, self.optimizer, number)
         self.optimizer.clip_grad_by_norm(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

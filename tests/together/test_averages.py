@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Setting
+from cases import Setting, tokens
 from matrix import matrix
-from plugin_runs import backward, runs
+from plugin_runs import runs, step
+from ranked import on_ranks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -71,10 +72,7 @@ def boosted(name, precision, folder, *, freezes=False):
 
 def train(booster, model, optimizer, number):
     index, _ = booster.plugin.data_parallel_coordinates(DistCoordinator())
-    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(10 * number + index))
-    backward(booster, model, optimizer, {"input_ids": tokens, "labels": tokens})
-    optimizer.step()
-    optimizer.zero_grad()
+    step(booster, model, optimizer, tokens(2, 8)(number, index))
 
 
 def averaged(name, precision, folder, *, freezes=False):
@@ -98,18 +96,11 @@ def averaged(name, precision, folder, *, freezes=False):
     return *found, whole_model(booster, model)
 
 
-def undisturbed(name, precision, folder):
-    run = boosted(name, precision, folder)
-    for number in range(STEPS + 1):
-        train(*run, number)
-    return whole_model(*run[:2])
-
-
 def averages_of_files(folder):
     """Return the averages that were saved, once they are those of the models in the files."""
     expected = load_file(folder / "0.safetensors")
-    for step in range(STEPS):
-        for key, value in load_file(folder / f"{step + 1}.safetensors").items():
+    for number in range(STEPS):
+        for key, value in load_file(folder / f"{number + 1}.safetensors").items():
             if key == "calls":
                 expected[key] = value
             else:
@@ -125,23 +116,26 @@ def averages_of_files(folder):
     name=SETTINGS,
     precision=["fp32", "bf16"],
 )
+@on_ranks(lambda name: SETTINGS[name].num_ranks)
 def test_averages_are_those_of_what_the_optimizer_updates_and_leave_no_trace(name, precision, tmp_path):
-    ranks = SETTINGS[name].num_ranks
-    results = run_on_ranks(averaged, ranks, name, precision, tmp_path)
+    before, inside, after, later = averaged(name, precision, tmp_path)
     expected = averages_of_files(tmp_path)
-    plain = run_on_ranks(undisturbed, ranks, name, precision, tmp_path)
-    for (before, inside, after, later), wanted in zip(results, plain, strict=True):
-        assert [key for key, value in before.items() if not torch.equal(after[key], value)] == []
-        names = [key for key in inside if key in expected]
-        assert len(names) >= len(expected) - 1  # a tied one has another name in files
-        assert [key for key in names if not torch.equal(inside[key], expected[key].to(inside[key].dtype))] == []
-        assert [key for key, value in wanted.items() if not torch.equal(later[key], value)] == []
+    assert [key for key, value in before.items() if not torch.equal(after[key], value)] == []
+    names = [key for key in inside if key in expected]
+    assert len(names) >= len(expected) - 1  # a tied one has another name in files
+    assert [key for key in names if not torch.equal(inside[key], expected[key].to(inside[key].dtype))] == []
+    undisturbed = boosted(name, precision, tmp_path)
+    for number in range(STEPS + 1):
+        train(*undisturbed, number)
+    wanted = whole_model(*undisturbed[:2])
+    assert [key for key, value in wanted.items() if not torch.equal(later[key], value)] == []
 
 
 @pytest.mark.parametrize("name", ["zero1", "gemini"])
+@on_ranks(2)
 def test_a_parameter_that_is_unfrozen_later_is_averaged_on(name, tmp_path):
     """Gemini gets new chunks for it."""
-    run_on_ranks(averaged, 2, name, "bf16", tmp_path, freezes=True)
+    averaged(name, "bf16", tmp_path, freezes=True)
     averages_of_files(tmp_path)
 
 

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import Setting
 from ranked import on_ranks
 from torch import nn
@@ -26,19 +25,12 @@ PLUGINS = {
 }
 
 
-def make_model():
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]
-    return nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
-
-
-def samples(number, rank):
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(RANKS * number + rank))
-
-
 def order_of_a_step(plugin, micro_batches):
     """Return what is started in the third step, up to its end of backward and after that."""
-    booster, model = PLUGINS[plugin].make_booster(), make_model()
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]
+    model = nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
+    booster = PLUGINS[plugin].make_booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     events = []
 
@@ -51,13 +43,12 @@ def order_of_a_step(plugin, micro_batches):
         return call
 
     reduce, average = noting("reduce", collectives.reduce_scatter), noting("average", collectives.all_reduce)
-    for step in range(3):
+    for _ in range(3):
         events.clear()
         with mock.patch.multiple(collectives, reduce_scatter=reduce, all_reduce=average):
             for micro in range(micro_batches):
                 with booster.no_sync(model) if micro < micro_batches - 1 else contextlib.nullcontext():
-                    x = samples(10 * step + micro, dist.get_rank())
-                    booster.backward(model(x).square().sum(), optimizer)
+                    booster.backward(model(torch.randn(2, WIDTH)).square().sum(), optimizer)
             events.append("end")
             optimizer.step()
             optimizer.zero_grad()

@@ -16,7 +16,6 @@ from ranked import on_ranks
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_runtime import full_gradient
-from booster_testing import run_on_ranks
 
 CHOSEN = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
 INPUTS = {
@@ -44,61 +43,48 @@ def inputs_of(kind, model, embeddings):
     return INPUTS[kind](dict(model.named_parameters()), embeddings)
 
 
-def expected_gradients(kind, replicas):
-    """Return one process's gradients of the mean loss, by name, and of each replica's embeddings."""
-    model, all_embeddings = make_model(), [embeddings_of(index) for index in range(replicas)]
-    for embeddings in all_embeddings:
-        loss_of(model, embeddings).backward(inputs=inputs_of(kind, model, embeddings))
-    named = {name: None if p.grad is None else p.grad / replicas for name, p in model.named_parameters()}
-    return named, [embeddings.grad for embeddings in all_embeddings]
-
-
-def gradients(name, kinds, holds):
-    """Return gradients by name and of embeddings for each kind; a whole step goes first, which shows all parameters."""
+def check_gradients(name, kinds, holds=False):
+    """Compare gradients by name and of embeddings with one process's; a whole step goes first, which shows all."""
     booster, model, optimizer = boosted(RUNS[name], make_model(), lr=0.0)
     index, replicas = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    names = [path for path, _ in make_model().named_parameters()]
     booster.backward(loss_of(model, embeddings_of(index)), optimizer)
-    found = []
     for kind in kinds:
         optimizer.step()
         optimizer.zero_grad()
         embeddings = embeddings_of(index)
         with booster.no_sync(model, optimizer) if holds else contextlib.nullcontext():
             booster.backward(loss_of(model, embeddings), optimizer, inputs=inputs_of(kind, model, embeddings))
-        found.append(({path: full_gradient(booster, model, path) for path in names}, embeddings.grad))
-    return index, replicas, found
-
-
-def check_gradients(name, kinds, holds=False):
-    for index, replicas, found in run_on_ranks(gradients, ranks_of(name), name, kinds, holds):
-        for kind, (named, of_embeddings) in zip(kinds, found, strict=True):
-            expected, each = expected_gradients(kind, replicas)
-            for path, gradient in expected.items():
-                actual = named[path]
-                if gradient is None:
-                    assert actual is None or not actual.any(), (kind, path)
-                else:
-                    torch.testing.assert_close(actual, gradient, rtol=1e-5, atol=1e-6, msg=f"{kind}: {path}")
-            if kind in ("embeddings", "both"):
-                torch.testing.assert_close(of_embeddings, each[index], rtol=1e-5, atol=1e-6)
+        plain, all_embeddings = make_model(), [embeddings_of(number) for number in range(replicas)]
+        for each in all_embeddings:
+            (loss_of(plain, each) / replicas).backward(inputs=inputs_of(kind, plain, each))
+        for path, parameter in plain.named_parameters():
+            actual = full_gradient(booster, model, path)
+            if parameter.grad is None:
+                assert actual is None or not actual.any(), (kind, path)
             else:
-                assert of_embeddings is None
+                torch.testing.assert_close(actual, parameter.grad, rtol=1e-5, atol=1e-6, msg=f"{kind}: {path}")
+        if kind in ("embeddings", "both"):
+            torch.testing.assert_close(embeddings.grad, replicas * all_embeddings[index].grad, rtol=1e-5, atol=1e-6)
+        else:
+            assert embeddings.grad is None
 
 
 TAKE_ALL = [name for name in RUNS if name not in ("ddp", "fsdp", "hybrid-pp")]
 
 
 @matrix(["single", "zero2", "zero3", "gemini", "hybrid-tp"], name=TAKE_ALL)
+@on_ranks(ranks_of)
 def test_gradients_go_to_the_inputs_only(name):
     check_gradients(name, [*INPUTS])
 
 
+@on_ranks(2)
 def test_ddp_averages_some_inputs_under_no_sync_and_all_or_none_outside():
     check_gradients("ddp", ["embeddings", "all"])
     check_gradients("ddp", [*INPUTS], holds=True)
 
 
+@on_ranks(2)
 def test_fsdp_takes_inputs_that_are_no_parameters():
     check_gradients("fsdp", ["embeddings"])
 

@@ -26,11 +26,6 @@ def make():
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-class ByName(nn.ModuleDict):
-    def forward(self, x):
-        return self["second"](self["first"](x))
-
-
 @pytest.mark.parametrize("run", SETTINGS)
 @on_ranks(lambda run: SETTINGS[run].num_ranks)
 def test_a_boosted_container_looks_like_the_own_one(run):
@@ -46,6 +41,11 @@ def test_a_boosted_container_looks_like_the_own_one(run):
     assert [type(layer) for layer in model[:2]] == [type(layer) for layer in layers[:2]]
     with pytest.raises(IndexError):
         model[3]
+
+    class ByName(nn.ModuleDict):
+        def forward(self, x):
+            return self["second"](self["first"](x))
+
     _, model, _ = boosted(SETTINGS[run], ByName({"first": nn.Linear(6, 6), "second": nn.Linear(6, 3)}))
     assert list(model) == ["first", "second"]
     assert "first" in model

@@ -7,20 +7,16 @@ from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
-from booster_testing import run_on_ranks
+from booster_core.ranks import DistCoordinator
 from booster_testing.models import tiny_llama
-
-
-def make_model(plugin):
-    if plugin.startswith("hybrid-"):  # which layers to split and where to cut is known of models of transformers
-        return tiny_llama()
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 
 
 def names(plugin, *, compiled=False):
     """Return the names in the user's model, those in the boosted one, and those in its state."""
-    user = make_model(plugin)
+    torch.manual_seed(0)
+    # Which layers to split and where to cut is known of models of transformers.
+    plain_layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    user = tiny_llama() if plugin.startswith("hybrid-") else plain_layers
     classes = [(module, type(module), module._get_name()) for module in user.modules()]
     plain = {name for name, _ in user.named_parameters()}, {name for name, _ in user.named_buffers()}
     model = torch.compile(user, backend="eager") if compiled else user
@@ -38,16 +34,16 @@ def names(plugin, *, compiled=False):
 
 
 @matrix(["single", "fsdp", "hybrid-tp"], plugin=NAMES)
+@on_ranks(lambda plugin: 1 if plugin == "single" else 2)
 def test_parameters_buffers_and_classes_are_named_as_in_the_users_model(plugin):
-    ranks = run_on_ranks(names, 1 if plugin == "single" else 2, plugin)
-    for (parameters, buffers), boosted, state in ranks:
-        if plugin == "hybrid-pp":  # each stage has its own layers
-            assert boosted[0] < parameters
-            assert boosted[1] <= buffers
-        else:
-            assert boosted == (parameters, buffers)
-            assert boosted[0] <= state
-    assert set.union(*(boosted[0] for _, boosted, _ in ranks)) == ranks[0][0][0]
+    (parameters, buffers), boosted, state = names(plugin)
+    if plugin == "hybrid-pp":  # each stage has its own layers
+        assert boosted[0] < parameters
+        assert boosted[1] <= buffers
+    else:
+        assert boosted == (parameters, buffers)
+        assert boosted[0] <= state
+    assert set.union(*DistCoordinator().all_gather_object(boosted[0])) == parameters
 
 
 @on_ranks(2)

@@ -5,13 +5,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster, shutdown
 from booster_core.errors import ConfigError
 from booster_core.plugin import load
+from booster_core.ranks import DistCoordinator
 from booster_runtime import train_batch
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 from booster_tools import TrainingFunctions, choose_plugin
 from booster_tools.planning import Candidate, TrainingStep, measure, shares_of
 from booster_tools.planning.candidates import candidates
@@ -32,13 +34,9 @@ def samples():
     return {"input": values, "target": values.flip(0)}
 
 
-def optimizer_of(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
 def built():
     model = mlp()
-    return model, optimizer_of(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def loss_of(outputs, batch):
@@ -48,14 +46,10 @@ def loss_of(outputs, batch):
 MLP = TrainingFunctions(built, samples, loss_of)
 
 
-def chosen_for(budget, functions=MLP, **options):
-    return choose_plugin(functions, memory_budget_bytes=budget, **options)
-
-
 def trained(plugin=None, budget=None):
     """Return the plugin, the parameters after some steps, and the random state before; `budget` lets it be chosen."""
     torch.manual_seed(7)
-    plugin = chosen_for(budget) if plugin is None else plugin
+    plugin = choose_plugin(MLP, memory_budget_bytes=budget) if plugin is None else plugin
     state = torch.get_rng_state()
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(*built())
@@ -68,36 +62,28 @@ def trained(plugin=None, budget=None):
     return plugin, shards, state
 
 
-def same_as_named(budget):
-    """Train with the plugin that is chosen, and again with it named; return its name and options."""
+@on_ranks(2, **PATIENT)
+def test_two_ranks_train_as_under_the_plugin_that_was_chosen_which_fits_where_replicas_do_not():
+    # Parameters, gradients and two moments of 526,592 values in fp32 take 8.0 MiB on every rank.
+    budget = 7 * MIB
     plugin, shards, state = trained(budget=budget)
     settings = [each for each in candidates(dist.get_world_size()) if each.name == plugin.name]
     (chosen,) = [each for each in settings if each.make().describe() == plugin.describe()]
     _, same_shards, same_state = trained(chosen.make())
     assert all(map(torch.equal, shards, same_shards)), "the plans changed what is trained"
     assert torch.equal(state, same_state)
-    return chosen.name, dict(chosen.options)
-
-
-def peak_of(plugin, options):
+    assert plugin.name != "ddp"
+    first, other = DistCoordinator().all_gather_object((chosen.name, dict(chosen.options)))
+    assert first == other
     step = TrainingStep(build=built, share=shares_of(samples), criterion=loss_of)
-    return measure(step, load(plugin)(**options)).peak_bytes
-
-
-def test_two_ranks_train_as_under_the_plugin_that_was_chosen_which_fits_where_replicas_do_not():
-    # Parameters, gradients and two moments of 526,592 values in fp32 take 8.0 MiB on every rank.
-    budget = 7 * MIB
-    (name, options), *others = run_on_ranks(same_as_named, 2, budget, **PATIENT)
-    assert others == [(name, options)]
-    assert name != "ddp"
-    assert max(run_on_ranks(peak_of, 2, name, options)) < budget
-    assert min(run_on_ranks(peak_of, 2, "ddp", {})) > budget
+    assert measure(step, chosen.make()).peak_bytes < budget < measure(step, load("ddp")()).peak_bytes
 
 
 def refused(budgets, last=None, functions=MLP, **options):
     """Choose with other arguments on each rank; ``last`` are those of the last one besides."""
     of_rank = last if last and dist.get_rank() else {}
-    chosen_for(budgets[dist.get_rank()], **({"functions": functions} | options | of_rank))
+    given = {"functions": functions, "memory_budget_bytes": budgets[dist.get_rank()], **options, **of_rank}
+    choose_plugin(given.pop("functions"), **given)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +112,7 @@ def test_a_group_of_one_is_started_where_nothing_was_launched():
     assert not dist.is_initialized()
     try:
         with mock.patch("booster_tools.planning.choice.candidates", return_value=[Candidate(name="ddp")]):
-            assert chosen_for(64 * MIB).name == "ddp"
+            assert choose_plugin(MLP, memory_budget_bytes=64 * MIB).name == "ddp"
         assert dist.get_world_size() == 1
     finally:
         shutdown()

@@ -103,21 +103,20 @@ def test_gradients_under_a_loss_scale_are_clipped_without_it(name):
         assert math.isfinite(trained.norms[1])
 
 
-class OneInFp64(nn.Module):
-    """A model whose only parameter in fp64 is so small that few ranks hold a part of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x))) * self.scale
-
-
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero1", "zero-parameters", "gemini", "hybrid-zero3"])
 @on_ranks(lambda name: SETTINGS[name].num_ranks)
 def test_one_parameter_in_fp64_makes_the_norm_fp64_on_every_rank(name):
+    """It is so small that few ranks hold a part of it."""
+
+    class OneInFp64(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x))) * self.scale
+
     torch.manual_seed(0)
     booster, model, optimizer = boosted(SETTINGS[name], OneInFp64())
     booster.backward(model(rows(torch.float32, 0, 0)).square().mean(), optimizer)

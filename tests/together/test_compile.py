@@ -1,18 +1,16 @@
 """``torch.compile`` before and after ``boost``: losses and parameters equal those without, and names are the user's."""
 
-import functools
-
 import pytest
 import torch
 from cases import Setting
 from compiler_warnings import ignore_compiler_warnings
 from matrix import matrix
 from plugin_runs import RUNS, runs
+from ranked import on_ranks
 
 from booster_core.errors import ConfigError
 from booster_gemini import GeminiPlugin
 from booster_runtime import compile_layers, enable_activation_checkpointing, full_gradient
-from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
@@ -96,19 +94,13 @@ def train(run, how, num_layers, checkpoints=False):
     return losses, gradients | whole_model(booster, model), list(model.state_dict()), after
 
 
-@functools.cache
-def trained_eagerly(run, num_layers, checkpoints):
-    return run_on_ranks(train, SETTINGS[run].num_ranks, run, None, num_layers, checkpoints)
-
-
 def compare(run, how, num_layers, checkpoints=False):
-    """Compare with eager training, and return names and the numbers of graphs on each rank."""
-    found = run_on_ranks(train, SETTINGS[run].num_ranks, run, how, num_layers, checkpoints, timeout_seconds=120)
-    plain = trained_eagerly(run, num_layers, checkpoints)
-    for (losses, tensors, *_), (expected_losses, expected, *_) in zip(found, plain, strict=True):
-        assert losses == pytest.approx(expected_losses, rel=tolerance_for(torch.float32).relative)
-        assert_same_tensors(tensors, expected, tolerance_for(torch.float32))
-    return [(names, after, plain[0][2]) for _, _, names, after in found]
+    """Compare with eager training; return names, the numbers of graphs, and names without compilation."""
+    expected_losses, expected, plain_names, _ = train(run, None, num_layers, checkpoints)
+    losses, tensors, names, after = train(run, how, num_layers, checkpoints)
+    assert losses == pytest.approx(expected_losses, rel=tolerance_for(torch.float32).relative)
+    assert_same_tensors(tensors, expected, tolerance_for(torch.float32))
+    return names, after, plain_names
 
 
 BROKEN = {"gemini", "zero3"}
@@ -116,22 +108,24 @@ BROKEN = {"gemini", "zero3"}
 
 
 @matrix(1, run=SETTINGS, checkpoints=[False, True])
+@on_ranks(lambda run: SETTINGS[run].num_ranks, timeout_seconds=120)
 def test_layers_are_compiled_whole(run, checkpoints):
     """One graph, which both layers share, the numbers of eager training, and the names of the user's model."""
-    for names, after, plain_names in compare(run, WHOLE, 2, checkpoints):
-        assert names == plain_names
-        if run == "hybrid":  # each layer has its own, and again without the hooks of the first step
-            assert 2 <= after[0] <= after[1] == after[2] <= 4
-        elif checkpoints and run in BROKEN:
-            assert after[0] == after[1] == after[2]
-        else:
-            assert after == [1, 1, 1]
+    names, after, plain_names = compare(run, WHOLE, 2, checkpoints)
+    assert names == plain_names
+    if run == "hybrid":  # each layer has its own, and again without the hooks of the first step
+        assert 2 <= after[0] <= after[1] == after[2] <= 4
+    elif checkpoints and run in BROKEN:
+        assert after[0] == after[1] == after[2]
+    else:
+        assert after == [1, 1, 1]
 
 
 # DDP has test_ddp_compile.py, experts test_expert_compile.py.
 @matrix(["hybrid-checkpointed", "fsdp-before", "gemini-before"], run=SETTINGS, how=HOW)
+@on_ranks(lambda run: SETTINGS[run].num_ranks, timeout_seconds=120)
 def test_traced_training_equals_eager(run, how):
     # Gemini's hooks split the graph, so that each layer takes many times as long as under the others.
-    for names, _, plain_names in compare(run, how, 1 if run.startswith("gemini") else 2):
-        if how in ("before", "method", "blocks", "after-method", "layers"):
-            assert names == plain_names
+    names, _, plain_names = compare(run, how, 1 if run.startswith("gemini") else 2)
+    if how in ("before", "method", "blocks", "after-method", "layers"):
+        assert names == plain_names

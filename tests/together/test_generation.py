@@ -6,9 +6,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks
 
 from booster_core import Booster
-from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 PROMPT = torch.arange(6)[None] + 3
@@ -36,33 +36,32 @@ def generated(model, rank):
     ).tolist()
 
 
-def on_ranks(plugin, adapted=False):
+def assert_generates_as_one_process(plugin, adapted=False):
+    rank, plain = dist.get_rank(), llama(adapted)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = [generated(plain.eval(), rank)]
+    plain.train()(input_ids=PROMPT, labels=PROMPT).loss.backward()
+    sgd.step()
+    expected.append(generated(plain.eval(), rank))
     booster, model = Booster(plugin=plugin), llama(adapted)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model.eval()
-    before = generated(model, dist.get_rank())
+    assert generated(model, rank) == expected[0]
     model.train()
     booster.backward(model(input_ids=PROMPT, labels=PROMPT).loss, optimizer)
     optimizer.step()
     optimizer.zero_grad()
-    return before, generated(booster.unwrap(model).eval(), dist.get_rank())
-
-
-def alone(adapted=False):
-    model = llama(adapted)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [generated(model.eval(), rank) for rank in range(2)]
-    model.train()(input_ids=PROMPT, labels=PROMPT).loss.backward()
-    optimizer.step()
-    return list(zip(before, [generated(model.eval(), rank) for rank in range(2)], strict=True))
+    assert generated(booster.unwrap(model).eval(), rank) == expected[1]
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini", "hybrid"])
+@on_ranks(2)
 def test_texts_of_other_lengths_end_on_every_rank(plugin):
-    assert run_on_ranks(on_ranks, 2, plugin) == alone()
+    assert_generates_as_one_process(plugin)
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="adapters need peft")
 @pytest.mark.parametrize("plugin", ["fsdp", "gemini", "hybrid"])
+@on_ranks(2)
 def test_adapted_models_generate_before_any_forward(plugin):
-    assert run_on_ranks(on_ranks, 2, plugin, True) == alone(True)
+    assert_generates_as_one_process(plugin, adapted=True)

@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,11 +12,9 @@ from matrix import matrix
 from plugin_runs import RUNS, backward, boosted, runs
 from ranked import on_ranks
 
-from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_ddp import TorchDDPPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP, tiny_llama
 
 IN_PARTS = runs("fsdp", "hybrid-tp", "hybrid-pp")
@@ -56,7 +54,8 @@ def test_whole_states_are_saved_by_torch(name):
     TinyMLP().load_state_dict(torch.load(file))
 
 
-def boosted_optimizer(setting):
+def save_optimizer_state(setting, folder):
+    """Step once, let each rank write its optimizer's state, as ``<rank>.pt``, and return what `boost` gave."""
     torch.manual_seed(0)
     model = tiny_llama()
     booster = setting.make_booster()
@@ -64,42 +63,35 @@ def boosted_optimizer(setting):
     batch = {"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8)}
     backward(booster, model, optimizer, batch)
     optimizer.step()
+    torch.save(optimizer.state_dict(), folder / f"{booster.context.coordinator.rank}.pt")
+    booster.context.coordinator.block_all()
     return booster, model, optimizer
 
 
-def exchange_optimizer_states(name, folder):
-    """Load this rank's own state, and then that of the first rank, as a file that it alone has written."""
-    booster, _model, optimizer = boosted_optimizer({**IN_PARTS, **SHARDED_OPTIMIZERS, **WHOLE}[name])
-    rank = booster.context.coordinator.rank
-    torch.save(optimizer.state_dict(), f"{folder}/{name}-{rank}.pt")
-    booster.context.coordinator.block_all()
-    optimizer.load_state_dict(torch.load(f"{folder}/{name}-{rank}.pt"))
-    try:
-        optimizer.load_state_dict(torch.load(f"{folder}/{name}-0.pt"))
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
 @pytest.mark.parametrize("name", [*SHARDED_OPTIMIZERS, *IN_PARTS])
+@on_ranks(2)
 def test_an_optimizers_state_is_loaded_by_the_rank_that_it_is_of(name, tmp_path):
-    refusals = run_on_ranks(exchange_optimizer_states, 2, name, str(tmp_path))
-    assert refusals[0] is None
-    assert re.match(
-        r"This optimizer's state is that of rank 0 of 2 .*, and here it is that of rank 1 of 2", refusals[1]
-    )
-    model = tiny_llama()
-    whole = Booster("cpu").boost(model, torch.optim.Adam(model.parameters())).optimizer
+    booster, _model, optimizer = save_optimizer_state({**IN_PARTS, **SHARDED_OPTIMIZERS}[name], tmp_path)
+    rank = booster.context.coordinator.rank
+    optimizer.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
+    first = torch.load(tmp_path / "0.pt")
+    refusal = r"^This optimizer's state is that of rank 0 of 2 .*, and here it is that of rank 1 of 2"
+    with nullcontext() if rank == 0 else pytest.raises(CheckpointError, match=refusal):
+        optimizer.load_state_dict(first)
+    _, _whole_model, whole = boosted(RUNS["ddp"], tiny_llama())
     with pytest.raises(CheckpointError, match=r"that of rank 0 of 2 .*, and here it is whole.*booster.save_optimizer"):
-        whole.load_state_dict(torch.load(tmp_path / f"{name}-0.pt"))
-    plain = torch.optim.Adam(model.parameters())
-    for state in (saved := torch.load(tmp_path / f"{name}-0.pt"), copy.deepcopy(saved), copy.copy(saved)):
+        whole.load_state_dict(first)
+    plain = torch.optim.Adam(tiny_llama().parameters())
+    for state in (first, copy.deepcopy(first), copy.copy(first)):
         with pytest.raises(CheckpointError, match=r"that of rank 0 of 2 .*, and an optimizer of the whole model would"):
             plain.load_state_dict(state)
 
 
+@on_ranks(2)
 def test_an_optimizers_whole_state_is_any_ranks(tmp_path):
-    assert run_on_ranks(exchange_optimizer_states, 2, "ddp", str(tmp_path)) == [None, None]
+    _, _model, optimizer = save_optimizer_state(RUNS["ddp"], tmp_path)
+    for rank in range(2):
+        optimizer.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
 
 
 @pytest.mark.parametrize("asked", [None, False])

@@ -1,5 +1,6 @@
 """Adapters under every strategy that declares them: gradients, files, lazy models, and who may load what."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -125,6 +126,10 @@ def adapted(kind, booster=None):
     return model
 
 
+def num_ranks_of(run):
+    return SETTINGS[run].num_ranks
+
+
 def batch_of(number, index=0, size=1):
     tokens = torch.randint(64, (12, 8), generator=torch.Generator().manual_seed(number))[index::size]
     return {"input_ids": tokens, "labels": tokens}
@@ -144,23 +149,6 @@ def trained_names(model):
 # ---- gradients and files
 
 
-def train_and_save(kind, setting, folder):
-    """Return gradients of the adapter, its values after a step, and logits."""
-    booster = setting.make_booster()
-    model = adapted(kind, booster)
-    names = trained_names(model).values()
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))  # lists the base, too
-    backward(booster, model, optimizer, batch_of(0, *booster.plugin.data_parallel_coordinates(DistCoordinator())))
-    gradients = {name: full_gradient(booster, model, name) for name in names}
-    optimizer.step()
-    optimizer.zero_grad()
-    booster.save_lora_as_pretrained(model, folder / "safetensors")
-    booster.save_lora_as_pretrained(model, folder / "bin", use_safetensors=False)
-    booster.save_model(model, folder / "model", shard=True)
-    whole = whole_model(booster, model)
-    return gradients, {name: whole[name] for name in names}, logits_of(model)
-
-
 OF_LAYERS = ["single", "ddp", "zero1", "zero2-three", "gemini", "zero3"]
 SAVED_BY_PARAMETER = [kind for kind in KINDS if kind not in ("mixtral", "qwen3-moe", *COMPUTED)]
 CASES = [(kind, run) for kind in SAVED_BY_PARAMETER for run in OF_LAYERS]
@@ -178,15 +166,25 @@ BY_DEFAULT = [
 
 
 @matrix(BY_DEFAULT, **{"kind, run": CASES})
+@on_ranks(num_ranks_of)
 def test_gradients_equal_one_process_and_files_load_in_peft(kind, run, tmp_path):
     plain = adapted(kind)
     plain(**batch_of(0)).loss.backward()
     expected = {name: plain.get_parameter(path).grad for path, name in trained_names(plain).items()}
     assert expected
-    results = run_on_ranks(train_and_save, SETTINGS[run].num_ranks, kind, SETTINGS[run], tmp_path)
-    for gradients, *_ in results:
-        assert_same_tensors(gradients, expected, tolerance_for(torch.float32))
-    _, trained, logits = results[0]
+    booster = SETTINGS[run].make_booster()
+    model = adapted(kind, booster)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))  # lists the base, too
+    backward(booster, model, optimizer, batch_of(0, *booster.plugin.data_parallel_coordinates(DistCoordinator())))
+    gradients = {name: full_gradient(booster, model, name) for name in expected}
+    assert_same_tensors(gradients, expected, tolerance_for(torch.float32))
+    optimizer.step()
+    optimizer.zero_grad()
+    booster.save_lora_as_pretrained(model, tmp_path / "safetensors")
+    booster.save_lora_as_pretrained(model, tmp_path / "bin", use_safetensors=False)
+    booster.save_model(model, tmp_path / "model", shard=True)
+    whole = whole_model(booster, model)
+    trained, logits = {name: whole[name] for name in expected}, logits_of(model)
     for form in ("safetensors", "bin"):
         assert sorted(path.name for path in (tmp_path / form).iterdir()) == [
             "adapter_config.json",
@@ -200,7 +198,7 @@ def test_gradients_equal_one_process_and_files_load_in_peft(kind, run, tmp_path)
         assert_same_tensors(
             {"logits": logits_of(loaded)}, {"logits": logits}, EXACT if is_exact else tolerance_for(torch.float32)
         )
-    booster = Booster("cpu")
+    booster = RUNS["ddp"].make_booster()
     again, *_ = booster.boost(adapted(kind, booster))
     booster.load_model(again, tmp_path / "model")
     whole = whole_model(booster, again)
@@ -210,40 +208,33 @@ def test_gradients_equal_one_process_and_files_load_in_peft(kind, run, tmp_path)
 # ---- lazy models
 
 
-def built(booster, how):
-    """Return a model with new adapters: eager, or lazy with adapters put in inside of the context or after it."""
-    torch.manual_seed(3)
-    config = lora(modules_to_save=["lm_head"])()
-    if how == "eager":
-        return booster.enable_lora(tiny_llama(), lora_config=config)
-    with LazyInitContext() as context:
-        model = tiny_llama()
-        if how == "inside":
-            model = booster.enable_lora(model, lora_config=config)
-    if how == "after":
-        model = booster.enable_lora(model, lora_config=config)
-    assert is_lazy(model)
-    assert context.run_eagerly == {}
-    return model
-
-
-def train_built(setting, how):
-    booster = setting.make_booster()
-    model = built(booster, how)
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    losses = [float(step(booster, model, optimizer, batch_of(number))) for number in range(3)]
-    return losses, whole_model(booster, model), torch.get_rng_state()
-
-
 @matrix(["single"], run=runs("single", "ddp", "fsdp", "zero1", "zero2", "gemini"))
+@on_ranks(num_ranks_of)
 def test_new_adapters_of_a_lazy_model_train_as_those_of_an_eager_one(run):
-    setting = RUNS[run]
-    eager, *lazy = (run_on_ranks(train_built, setting.num_ranks, setting, how) for how in ("eager", "inside", "after"))
-    for found in lazy:
-        for (losses, tensors, state), (expected_losses, expected, expected_state) in zip(found, eager, strict=True):
-            assert losses == expected_losses
-            assert_same_tensors(tensors, expected, EXACT)
-            assert torch.equal(state, expected_state), "random numbers go on as after eager construction"
+    """Adapters are put in inside of the context, or after it."""
+
+    def train(how):
+        booster, config = RUNS[run].make_booster(), lora(modules_to_save=["lm_head"])()
+        torch.manual_seed(3)
+        with nullcontext() if how == "eager" else LazyInitContext() as context:
+            model = tiny_llama()
+            if how == "inside":
+                model = booster.enable_lora(model, lora_config=config)
+        if how != "inside":
+            model = booster.enable_lora(model, lora_config=config)
+        if how != "eager":
+            assert is_lazy(model)
+            assert context.run_eagerly == {}
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        losses = [float(step(booster, model, optimizer, batch_of(number))) for number in range(3)]
+        return losses, whole_model(booster, model), torch.get_rng_state()
+
+    expected_losses, expected, expected_state = train("eager")
+    for how in ("inside", "after"):
+        losses, tensors, state = train(how)
+        assert losses == expected_losses
+        assert_same_tensors(tensors, expected, EXACT)
+        assert torch.equal(state, expected_state), "random numbers go on as after eager construction"
 
 
 # ---- checkpoints of the whole model
@@ -266,11 +257,6 @@ def train(booster, model, optimizer, numbers):
         batch = batch_of(number, *booster.plugin.data_parallel_coordinates(DistCoordinator()))
         losses.append(step(booster, model, optimizer, batch))
     return [None if loss is None else float(loss) for loss in losses]
-
-
-def mean_losses(per_rank):
-    known = [losses for losses in per_rank if None not in losses]
-    return [sum(losses) / len(losses) for losses in zip(*known, strict=True)]
 
 
 def train_and_save_adapters_alone(setting, folder):
@@ -313,21 +299,23 @@ def test_a_step_without_frozen_parameters_goes_on_over_the_same_base(saved, load
     assert not [file for file in files if file.name == "config.json"], "`from_pretrained` would draw the base"
     found = run_on_ranks(resume_adapters, after.num_ranks, after, tmp_path)
     relative = tolerance_for(torch.float32 if precision is None else torch.bfloat16).relative
+
+    def mean_losses(per_rank):
+        known = [losses for losses in per_rank if None not in losses]
+        return [sum(losses) / len(losses) for losses in zip(*known, strict=True)]
+
     assert mean_losses(found) == pytest.approx(mean_losses(expected), rel=relative)
     for changed in ("layers.1.mlp.down_proj.weight", "embed_tokens.weight"):
         match = r"saved without its \d+ frozen parameters .*other values"
         expect_on_ranks(CheckpointError, match, resume_adapters, after.num_ranks, after, tmp_path, changed)
 
 
-def train_and_save_all(setting, folder):
-    booster, model, optimizer = boost(setting)
-    train(booster, model, optimizer, range(2))
-    booster.save_model(model, folder, shard=True)
-
-
 @pytest.mark.parametrize("run", ["single", "zero2-three"])
+@on_ranks(num_ranks_of)
 def test_the_base_loads_without_adapters(run, tmp_path):
-    run_on_ranks(train_and_save_all, SETTINGS[run].num_ranks, SETTINGS[run], tmp_path)
+    booster, model, optimizer = boost(SETTINGS[run])
+    train(booster, model, optimizer, range(2))
+    booster.save_model(model, tmp_path, shard=True)
     plain = make_model(tie_word_embeddings=True)
     original = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     with torch.no_grad():
@@ -348,20 +336,20 @@ def test_the_base_loads_without_adapters(run, tmp_path):
 # ---- what is refused
 
 
-class Breaks(torch.utils.data.SequentialSampler):
-    """Raises on rank 1 when its order is drawn."""
-
-    def __iter__(self):
-        if DistCoordinator().rank == 1:
-            msg = "no such file"
-            raise OSError(msg)
-        return super().__iter__()
-
-
 @pytest.mark.parametrize("where", ["checks", "loader"])
 @on_ranks(2)
 def test_an_error_on_another_rank_leaves_the_optimizer_as_it_was(where):
     rank = DistCoordinator().rank
+
+    class Breaks(torch.utils.data.SequentialSampler):
+        """Raises on rank 1 when its order is drawn."""
+
+        def __iter__(self):
+            if rank == 1:
+                msg = "no such file"
+                raise OSError(msg)
+            return super().__iter__()
+
     booster = Booster("cpu", plugin=TorchDDPPlugin())
     model = booster.enable_lora(make_model(), lora_config=lora()())
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
@@ -385,23 +373,21 @@ def test_a_layer_with_adapters_that_cannot_be_split_with_it_is_refused():
     booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def train_and_save_whole(kind, folder):
+@pytest.mark.parametrize("kind", COMPUTED)
+@on_ranks(2)
+def test_what_peft_computes_is_saved_by_peft_from_a_saved_model(kind, tmp_path):
+    rank = DistCoordinator().rank
     booster, model, optimizer = boosted(RUNS["zero1"], adapted(kind))
-    backward(booster, model, optimizer, batch_of(0, DistCoordinator().rank, 2))
+    backward(booster, model, optimizer, batch_of(0, rank, 2))
     optimizer.step()
     with pytest.raises(ConfigError, match="save what peft computes"):
-        booster.save_lora_as_pretrained(model, folder / "adapter")
-    booster.save_model(model, folder / "model")
-    return logits_of(model)
-
-
-@pytest.mark.parametrize("kind", COMPUTED)
-def test_what_peft_computes_is_saved_by_peft_from_a_saved_model(kind, tmp_path):
-    expected = run_on_ranks(train_and_save_whole, 2, kind, tmp_path)[0]
+        booster.save_lora_as_pretrained(model, tmp_path / "adapter")
+    booster.save_model(model, tmp_path / "model")
+    expected = logits_of(model)
     model = adapted(kind)
-    Booster("cpu").load_model(model, tmp_path / "model")
-    model.save_pretrained(tmp_path / "adapter")
-    loaded = peft.PeftModel.from_pretrained(make_model(kind), tmp_path / "adapter")
+    booster.load_model(model, tmp_path / "model")
+    model.save_pretrained(tmp_path / f"adapter-{rank}")
+    loaded = peft.PeftModel.from_pretrained(make_model(kind), tmp_path / f"adapter-{rank}")
     assert_same_tensors({"": logits_of(loaded)}, {"": expected}, EXACT)
 
 

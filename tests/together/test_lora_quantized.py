@@ -8,6 +8,7 @@ from adapted_models import bits
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 from matrix import matrix
 from plugin_runs import RUNS
+from ranked import on_ranks
 
 from booster_core.errors import CheckpointError
 from booster_testing import run_on_ranks
@@ -74,12 +75,6 @@ def train(number, run, folder=None, precision=None):
     return losses
 
 
-def save(number, run, folder):
-    booster = RUNS[run].make_booster()
-    model, *_ = booster.boost(enabled(booster, number))
-    booster.save_lora_as_pretrained(model, folder)
-
-
 @pytest.mark.slow  # the library loads for long; one process trains over a packed base in runtime
 @matrix(["8-zero2"], number=[4, 8], run=PACKED)
 def test_adapters_over_a_packed_base_train_as_in_one_process(run, number):
@@ -97,7 +92,10 @@ def test_bits_in_a_floating_format_are_never_converted(run, precision, tmp_path)
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
+@on_ranks(2)
 def test_adapters_of_a_packed_base_load_in_stock_peft(tmp_path):
-    run_on_ranks(save, 2, 4, "zero2", str(tmp_path))
-    model = peft.PeftModel.from_pretrained(tiny_llama(), str(tmp_path))
+    booster = RUNS["zero2"].make_booster()
+    model, *_ = booster.boost(enabled(booster, 4))
+    booster.save_lora_as_pretrained(model, tmp_path)
+    model = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path)
     assert any("lora_A" in name for name, _ in model.named_parameters())

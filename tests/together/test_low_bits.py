@@ -1,12 +1,13 @@
 """State in 8 and 4 bits, by torchao and bitsandbytes: trained as in one process, and saved for any plugin."""
 
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 from matrix import matrix
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from torch import nn
 
 from booster_core import Booster
@@ -15,7 +16,6 @@ from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import whole_parameters
-from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
@@ -72,33 +72,6 @@ def train(booster, model, optimizer, first, last):
         optimizer.zero_grad()
 
 
-def values_of(booster, model):
-    return {name: tensor.clone() for name, tensor in whole_parameters(booster, model)}
-
-
-def saved_and_not(kind, name, folder):
-    """Return the parameters of a run on one process, and of one that saved half-way and went on."""
-    _, plain, optimizer = begin(kind)
-    for step in range(STEPS):
-        plain(samples_of(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    booster, model, optimizer = begin(kind, name)
-    train(booster, model, optimizer, 0, STEPS // 2)
-    booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
-    train(booster, model, optimizer, STEPS // 2, STEPS)
-    return plain.state_dict(), values_of(booster, model)
-
-
-def loaded(kind, name, folder):
-    booster, model, optimizer = begin(kind, name)
-    booster.load_checkpoint(folder, model=model, optimizer=optimizer)
-    tensors = [each for state in optimizer.unwrap().state.values() for each in state.values()]
-    kinds = {getattr(each, "dtype", None) if kind == BITSANDBYTES else type(each).__name__ for each in tensors}
-    train(booster, model, optimizer, STEPS // 2, STEPS)
-    return values_of(booster, model), kinds
-
-
 @matrix(
     ["AdamW8bit-zero 2-ddp", "AdamW4bit-fsdp-zero 1", "AdamW8bit-gemini-fsdp"],
     2,
@@ -106,12 +79,27 @@ def loaded(kind, name, folder):
     saver=["ddp", "fsdp", "zero 1", "zero 2", "gemini", "hybrid"],
     loader=["ddp", "fsdp", "zero 1", "zero 2", "gemini", "hybrid"],
 )
+@on_ranks(2)
 def test_a_run_goes_on_as_if_it_had_not_been_saved(kind, saver, loader, tmp_path):
-    (plain, expected), *_ = run_on_ranks(saved_and_not, 2, kind, saver, tmp_path)
-    for found, kinds in run_on_ranks(loaded, 2, kind, loader, tmp_path):
-        assert (torch.uint8 if kind == BITSANDBYTES else f"OptimState{kind[5:]}") in kinds, "it stays in few bits"
-        for name, values in found.items():
-            torch.testing.assert_close(values, expected[name], rtol=0, atol=0)
+    """Compare with a run on one process, and with the run that has saved half-way and went on itself."""
+    _, plain, optimizer = begin(kind)
+    for step in range(STEPS):
+        plain(samples_of(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = plain.state_dict()
+    booster, model, optimizer = begin(kind, saver)
+    train(booster, model, optimizer, 0, STEPS // 2)
+    booster.save_checkpoint(tmp_path, step=1, model=model, optimizer=optimizer)
+    train(booster, model, optimizer, STEPS // 2, STEPS)
+    expected = {name: tensor.clone() for name, tensor in whole_parameters(booster, model)}
+    booster, model, optimizer = begin(kind, loader)
+    booster.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    tensors = [each for state in optimizer.unwrap().state.values() for each in state.values()]
+    kinds = {getattr(each, "dtype", None) if kind == BITSANDBYTES else type(each).__name__ for each in tensors}
+    assert (torch.uint8 if kind == BITSANDBYTES else f"OptimState{kind[5:]}") in kinds, "it stays in few bits"
+    train(booster, model, optimizer, STEPS // 2, STEPS)
+    torch.testing.assert_close(dict(whole_parameters(booster, model)), expected, rtol=0, atol=0)
     for name, values in expected.items():
         # Blocks are the same. Gradients were added in another order, so that a state between two codes may take either:
         # that changes few elements, each by less than the updates themselves.
@@ -120,23 +108,21 @@ def test_a_run_goes_on_as_if_it_had_not_been_saved(kind, saver, loader, tmp_path
         assert distance.max() < STEPS * 1e-2, name
 
 
-def save_or_load(plugin, folder, saves):
-    booster, model, optimizer = begin("AdamW8bit", plugin)
-    if saves:
-        train(booster, model, optimizer, 0, 1)
-        booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
-    else:
-        booster.load_checkpoint(folder, model=model, optimizer=optimizer)
-
-
 @pytest.mark.parametrize("plugin", ["zero flat", "gemini flat", "fsdp flat"])
+@on_ranks(2)
 def test_parts_of_blocks_are_neither_saved_nor_loaded(plugin, tmp_path):
     what = r"'.\.weight' can't be saved: '.*Leave out `partition='flat'`.*or save and load the model alone"
-    expect_on_ranks(CheckpointError, what, save_or_load, 2, plugin, tmp_path, True)
-    assert not list(tmp_path.rglob("*.safetensors"))
-    run_on_ranks(save_or_load, 2, "ddp", tmp_path, True)
+    for name in (plugin, "ddp"):
+        booster, model, optimizer = begin("AdamW8bit", name)
+        train(booster, model, optimizer, 0, 1)
+        with nullcontext() if name == "ddp" else pytest.raises(CheckpointError, match=what):
+            booster.save_checkpoint(tmp_path, step=1, model=model, optimizer=optimizer)
+        assert any(tmp_path.rglob("*.safetensors")) == (name == "ddp")
+        booster.context.coordinator.block_all()
     what = r"can't be loaded: 'exp_avg/codes' belongs to a whole tensor, and each rank has a part"
-    expect_on_ranks(CheckpointError, what, save_or_load, 2, plugin, tmp_path, False)
+    booster, model, optimizer = begin("AdamW8bit", plugin)
+    with pytest.raises(CheckpointError, match=what):
+        booster.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
 
 
 @raises_on_ranks(ConfigError, "AdamW8bit keeps its state in few bits.*`tp_size=1`", 2)

@@ -15,7 +15,6 @@ from torch import nn
 from booster_gemini import GeminiPlugin
 from booster_hybrid import DataParallelConfig, HybridParallelPlugin
 from booster_runtime import full_gradient
-from booster_testing import run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors
 from booster_zero import LowLevelZeroPlugin
 
@@ -43,37 +42,28 @@ def micro_batch(micro, rank):
     return torch.rand(1, 8, generator=torch.Generator().manual_seed(2 * micro + rank)) + 0.5
 
 
-def expected_gradients(world_size):
-    """Return the mean over ranks of the sums in fp32 of each micro-batch's gradients, as one process computes them."""
+@matrix(["zero 1, replicas", "hybrid, zero 0"], plugin=list(PLUGINS))
+@on_ranks(2)
+def test_gradients_of_many_micro_batches_equal_a_sum_in_fp32(plugin):
+    """Compare with the mean over ranks of the sums of each micro-batch's gradients, as one process computes them."""
     net = make_net().bfloat16()
-    sums = {name: torch.zeros(p.shape) for name, p in net.named_parameters()}
-    for rank in range(world_size):
+    expected = {name: torch.zeros(p.shape) for name, p in net.named_parameters()}
+    for rank in range(2):
         for micro in range(MICRO_BATCHES):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = net(micro_batch(micro, rank)).sum()
             loss.backward()
             for name, parameter in net.named_parameters():
-                sums[name] += parameter.grad.float() / world_size
+                expected[name] += parameter.grad.float() / 2
             net.zero_grad()
-    return sums
-
-
-def accumulated(plugin):
     net = make_net()
-    names = [name for name, _ in net.named_parameters()]
     booster = replace(PLUGINS[plugin], precision="bf16").make_booster()
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for micro in range(MICRO_BATCHES):
         with booster.no_sync(model, optimizer) if micro < MICRO_BATCHES - 1 else contextlib.nullcontext():
             booster.backward(model(micro_batch(micro, dist.get_rank())).sum(), optimizer)
-    return {name: full_gradient(booster, model, name).float() for name in names}
-
-
-@matrix(["zero 1, replicas", "hybrid, zero 0"], plugin=list(PLUGINS))
-def test_gradients_of_many_micro_batches_equal_a_sum_in_fp32(plugin):
-    expected = expected_gradients(2)
-    for gradients in run_on_ranks(accumulated, 2, plugin):
-        assert_same_tensors(gradients, expected, ROUNDED_ONCE)
+    found = {name: full_gradient(booster, model, name).float() for name in expected}
+    assert_same_tensors(found, expected, ROUNDED_ONCE)
 
 
 @pytest.mark.parametrize(

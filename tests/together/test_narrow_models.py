@@ -8,16 +8,15 @@ import contextlib
 from dataclasses import replace
 
 import pytest
-import ranked
 import torch
 from matrix import matrix
 from plugin_runs import RUNS, backward, runs
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster, PrecisionPolicy
 from booster_core.ranks import DistCoordinator
 from booster_runtime import LazyInitContext, full_gradient
-from booster_testing import run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import assembled, whole_model
@@ -36,9 +35,8 @@ PLUGINS = {
 WITH_MASTERS = ["zero1", "zero2", "gemini", "hybrid-dp2", "hybrid-zero3", "hybrid-tp2", "hybrid-pp2"]
 
 
-def on_ranks(function, name, *arguments):
-    """Return what each rank of a plugin returns."""
-    return run_on_ranks(function, PLUGINS[name].num_ranks, name, *arguments)
+def num_ranks_of(name):
+    return PLUGINS[name].num_ranks
 
 
 def make_model(dtype, lazily=False):
@@ -124,31 +122,33 @@ UPDATES = Tolerance(
 
 
 @matrix(1, name=PLUGINS, precision=["bf16", "fp16"])
+@on_ranks(num_ranks_of)
 def test_all_elements_move_as_in_one_process(name, precision):
     """So does `describe` say of their formats."""
     gradients, before, after = expected(precision)
     formats = f"param {precision}, master fp32" if name in WITH_MASTERS else "param fp32, master none"
-    for found, found_before, found_after, described in on_ranks(trained, name, precision):
-        (line,) = [each for each in described.splitlines() if each.startswith("precision")]
-        assert line.replace("reduce fp32, ", "").startswith(f"precision  compute {precision}, {formats}")
-        assert moved(found_before, found_after) >= 0.99
-        assert_same_tensors(found, gradients, tolerance_for(DTYPES[precision]))
-        assert all(torch.equal(found_before[each].float(), values) for each, values in before.items())
-        steps = torch.cat([(after[each] - before[each]).flatten() for each in before])
-        found_steps = torch.cat([(found_after[each].float() - before[each]).flatten() for each in before])
-        assert float((found_steps - steps).norm() / steps.norm()) < UPDATES.relative
+    found, found_before, found_after, described = trained(name, precision)
+    (line,) = [each for each in described.splitlines() if each.startswith("precision")]
+    assert line.replace("reduce fp32, ", "").startswith(f"precision  compute {precision}, {formats}")
+    assert moved(found_before, found_after) >= 0.99
+    assert_same_tensors(found, gradients, tolerance_for(DTYPES[precision]))
+    assert all(torch.equal(found_before[each].float(), values) for each, values in before.items())
+    steps = torch.cat([(after[each] - before[each]).flatten() for each in before])
+    found_steps = torch.cat([(found_after[each].float() - before[each]).flatten() for each in before])
+    assert float((found_steps - steps).norm() / steps.norm()) < UPDATES.relative
 
 
 @matrix(["fsdp", "gemini", "hybrid-dp2"], name=["ddp", "fsdp", "zero1", "gemini", "hybrid-dp2"])
+@on_ranks(num_ranks_of)
 def test_a_lazy_model_is_trained_as_an_eager_one(name):
-    eager, lazy = (on_ranks(trained, name, "bf16", lazily)[0] for lazily in (False, True))
+    eager, lazy = (trained(name, "bf16", lazily) for lazily in (False, True))
     assert moved(lazy[1], lazy[2]) >= 0.99
     for found, wanted in zip(lazy[:3], eager[:3], strict=True):
         assert_same_tensors(found, wanted, tolerance_for(torch.float32))
 
 
 @matrix(["single", "ddp", "fsdp", "zero2", "gemini", "hybrid-tp2", "hybrid-pp2"], name=PLUGINS)
-@ranked.on_ranks(lambda name: PLUGINS[name].num_ranks)
+@on_ranks(num_ranks_of)
 def test_pure_bf16_keeps_everything_in_bf16(name):
     plain = make_model(torch.bfloat16)
     plain(**batch_of(0)).loss.backward()
@@ -186,10 +186,11 @@ class Halves(nn.Module):
         return self.head(hidden.to(self.head.weight.dtype)) * self.scale.float()
 
 
-def several(name):
-    """Boost models of several formats by one Booster, and return the formats of each, and what was said of them."""
+@pytest.mark.parametrize("name", ["single", "ddp", "zero1", "hybrid-dp2"])
+@on_ranks(num_ranks_of)
+def test_models_of_one_booster_have_formats_of_their_own(name):
     booster = PLUGINS[name].make_booster()
-    found = []
+    found, pairs = [], []
     for model in (Halves(), Halves(torch.bfloat16), nn.Linear(4, 4, dtype=torch.float64)):
         listed = [parameter for parameter in model.parameters() if parameter.requires_grad]
         boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(listed, lr=0.1))
@@ -197,26 +198,21 @@ def several(name):
         booster.backward(boosted(x).float().sum(), optimizer)
         optimizer.step()
         found.append({each: values.dtype for each, values in boosted.state_dict().items()})
-        found.append((boosted, optimizer))
-    return found[::2], optimizer.loss_scaler is None, booster.describe()
-
-
-@pytest.mark.parametrize("name", ["single", "ddp", "zero1", "hybrid-dp2"])
-def test_models_of_one_booster_have_formats_of_their_own(name):
-    narrow = torch.bfloat16 if name in WITH_MASTERS else torch.float32
-    for (wide, half, double), is_unscaled, described in on_ranks(several, name):
-        assert wide["head.weight"] == torch.float32
-        assert half["head.weight"] == narrow, "the head is trained, and in bf16"
-        for formats in (wide, half):
-            assert formats["base.weight"] == torch.bfloat16
-            assert formats["scale"] == torch.float64, "fp64 is no narrow format"
-            assert formats["table"] == torch.float32
-        assert set(double.values()) == {torch.float64}
-        assert is_unscaled
-        lines = [each for each in described.splitlines() if each.startswith("precision")]
-        assert len(lines) == 3
-        assert "(frozen ones bf16)" in described
-        assert sum("compute bf16" in each for each in lines) == 1
+        pairs.append((boosted, optimizer))
+    wide, half, double = found
+    assert wide["head.weight"] == torch.float32
+    assert half["head.weight"] == (torch.bfloat16 if name in WITH_MASTERS else torch.float32), "the head is trained"
+    for formats in (wide, half):
+        assert formats["base.weight"] == torch.bfloat16
+        assert formats["scale"] == torch.float64, "fp64 is no narrow format"
+        assert formats["table"] == torch.float32
+    assert set(double.values()) == {torch.float64}
+    assert optimizer.loss_scaler is None
+    described = booster.describe()  # of those that are alive
+    lines = [each for each in described.splitlines() if each.startswith("precision")]
+    assert len(lines) == 3
+    assert "(frozen ones bf16)" in described
+    assert sum("compute bf16" in each for each in lines) == 1
 
 
 def test_an_explicit_policy_leaves_each_parameter_as_it_is():
@@ -239,7 +235,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero1", "gemini", "hybrid-tp2"])
-@ranked.on_ranks(lambda name: PLUGINS[name].num_ranks)
+@on_ranks(num_ranks_of)
 def test_parts_and_methods_compute_in_the_precision_of_the_run(name):
     """Look in which format a layer inside computes, by what is called."""
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 So are ranks whose optimizers come to have other settings, by the next step that all take.
 """
 
-import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import reduce
-from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
@@ -51,37 +50,25 @@ def test_an_option_that_cannot_be_copied_is_compared():
     assert boost(TorchDDPPlugin(comm_hook=allreduce_hook, comm_hook_state=group.WORLD))
 
 
-def rate_on_one(rank, optimizer, scheduler):
-    if rank:
-        optimizer.param_groups[1]["lr"] = 0.025
+def rate_on_one(run):
+    if run.rank:
+        run.optimizer.param_groups[1]["lr"] = 0.025
 
 
-def scheduler_on_one(rank, optimizer, scheduler):
-    if rank == 0:
-        scheduler.step(torch.tensor(1.0))
+def rate_and_use_on_one(run):
+    rate_on_one(run)
+    if run.rank:  # as where a batch has no token that a parameter is for
+        norm = run.model.unwrap().model.norm
+        norm.forward = lambda x: nn.functional.rms_norm(x, x.shape[-1:], eps=norm.variance_epsilon)
 
 
-def betas_of_each(rank, optimizer, scheduler):
-    optimizer.param_groups[0]["betas"] = (0.5, 0.9 + rank / 100)
+def scheduler_on_one(run):
+    if run.rank == 0:
+        run.scheduler.step(torch.tensor(1.0))
 
 
-def frozen_on_one(rank, optimizer, scheduler):
-    if rank:
-        BOOSTED[0].unwrap().model.norm.weight.requires_grad_(False)
-
-
-def rate_and_use_on_one(rank, optimizer, scheduler):
-    rate_on_one(rank, optimizer, scheduler)
-    if rank:  # as where a batch has no token that a parameter is for
-        BOOSTED[0].unwrap().model.norm.forward = functools.partial(norm_without_weight, BOOSTED[0].unwrap().model.norm)
-
-
-def norm_without_weight(norm, hidden_states):
-    return nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], eps=norm.variance_epsilon)
-
-
-def plateau_of_all(rank, optimizer, scheduler):
-    scheduler.step(reduce(BOOSTED[1], torch.tensor(1.0 - rank)))
+def betas_of_each(run):
+    run.optimizer.param_groups[0]["betas"] = (0.5, 0.9 + run.rank / 100)
 
 
 CHANGES = {
@@ -106,11 +93,10 @@ STRATEGIES = {
     "tp": lambda: HybridParallelPlugin(tp_size=2),
     "pp": lambda: HybridParallelPlugin(pp_size=2, zero_stage=0),
 }
-BOOSTED = []
 
 
 def change_settings(name, change):
-    """Take steps, between the first and the second of which settings change; return what no step may show."""
+    """Take steps, between the first and the second of which settings change."""
     torch.manual_seed(0)
     model, booster = tiny_llama(), Booster("cpu", plugin=STRATEGIES[name]())
     parameters = list(model.parameters())
@@ -119,14 +105,12 @@ def change_settings(name, change):
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     scheduler.best = 0.5
     model, optimizer, *_ = booster.boost(model, optimizer)
-    BOOSTED[:] = [model, booster]
-    rank = DistCoordinator().rank
+    run = {"booster": booster, "model": model, "optimizer": optimizer, "scheduler": scheduler}
     for number in range(3):
         tokens = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(number))
         step(booster, model, optimizer, {"input_ids": tokens, "labels": tokens})
         if number == 0:
-            change(rank, optimizer, scheduler)
-    return True
+            change(SimpleNamespace(**run, rank=DistCoordinator().rank))
 
 
 @matrix(
@@ -136,20 +120,27 @@ def change_settings(name, change):
     name=list(STRATEGIES),
     change=list(CHANGES),
 )
+@on_ranks(2)
 def test_settings_that_come_to_differ_are_refused_by_the_next_step(name, change):
     function, message = CHANGES[change]
-    expect_on_ranks(ConfigError, message, change_settings, 2, name, function)
+    with pytest.raises(ConfigError, match=message):
+        change_settings(name, function)
 
 
 FREEZING = ["third party", "zero-1", "gemini", "zero-1 clipped", "zero-1 fp16", "gemini clipped", "gemini fp16"]
 
 
 @pytest.mark.parametrize("name", FREEZING)
+@raises_on_ranks(
+    ConfigError,
+    r"`'model.norm.weight' is trained`: True on rank 0, False on rank 1, in `step`.*Freeze and unfreeze alike",
+    2,
+)
 def test_parameters_that_are_frozen_on_some_ranks_are_named_by_the_next_step(name):
-    message = r"`'model.norm.weight' is trained`: True on rank 0, False on rank 1, in `step`.*Freeze and unfreeze alike"
-    expect_on_ranks(ConfigError, message, change_settings, 2, name, frozen_on_one)
+    change_settings(name, lambda run: run.model.unwrap().model.norm.weight.requires_grad_(run.rank == 0))
 
 
 @matrix(1, name=list(STRATEGIES))
+@on_ranks(2)
 def test_settings_that_change_alike_are_let_be(name):
-    assert run_on_ranks(change_settings, 2, name, plateau_of_all) == [True, True]
+    change_settings(name, lambda run: run.scheduler.step(reduce(run.booster, torch.tensor(1.0 - run.rank))))

@@ -154,17 +154,16 @@ def test_models_are_evaluated_once_in_a_step_of_sharded_state(plugin):
     optimizer.step(closure)
 
 
-class Clipping(torch.optim.SGD):
-    """SGD that clips by the norm of all parameters in its step, as those that detectron2 makes."""
-
-    def step(self, closure=None):
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.01)
-        return super().step(closure)
-
-
 @pytest.mark.parametrize("name", ["fsdp", "zero1", "gemini", "hybrid", "hybrid3"])
 @raises_on_ranks(ConfigError, "Clipping lets one parameter influence", 2)
 def test_an_optimizer_that_clips_by_the_norm_of_all_is_refused_where_ranks_step_on_some(name):
+    class Clipping(torch.optim.SGD):
+        """Clips by the norm of all parameters in its step, as those that detectron2 makes."""
+
+        def step(self, closure=None):
+            nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.01)
+            return super().step(closure)
+
     model, (plugin, options) = net(), PLUGINS[name]
     booster = Booster(plugin=load(plugin)(**options))
     model, optimizer, *_ = booster.boost(model, Clipping(model.parameters(), 0.1))

@@ -6,13 +6,14 @@ from cases import Setting
 from expert_models import batch_of, make
 from matrix import matrix, named
 from plugin_runs import RUNS, step
+from ranked import on_ranks
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
+from booster_core.ranks import DistCoordinator
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import enable_activation_checkpointing
-from booster_testing import run_on_ranks
 from booster_tools.tracking import RouterStatistics, Tracker, track
 
 STEPS = 3
@@ -106,39 +107,27 @@ PAIRS = [
     ["mixtral-ddp", "deepseek_v3-ep", "qwen3_moe-pp", "mixtral-ring", "gpt_oss-ep"],
     **{"name, setting": named(PAIRS, str, joint=True)},
 )
+@on_ranks(lambda setting: SETTINGS[setting].num_ranks, timeout_seconds=120)
 def test_values_are_those_that_one_process_counts(name, setting):
-    num_replicas = 1 if setting in ("ring", "split_gather", "pp") else 2
-    expected = by_hand(name, num_replicas)
-    (steps, loads), *others = run_on_ranks(tracked, SETTINGS[setting].num_ranks, name, setting, 1, timeout_seconds=120)
-    assert [set(each) for each in steps] == [set(each) for each in expected]
-    for found, plain in zip(steps, expected, strict=True):
+    steps, loads = tracked(name, setting, 1)
+    (first, loads_of_first), *others = DistCoordinator().all_gather_object((steps, loads))
+    assert all(each == ([], loads_of_first) for each in others), "trackers are used on rank 0"
+    expected = by_hand(name, 1 if setting in ("ring", "split_gather", "pp") else 2)
+    assert [set(each) for each in first] == [set(each) for each in expected]
+    for found, plain in zip(first, expected, strict=True):
         assert found == pytest.approx(plain, rel=1e-5)
-    assert all(each == ([], loads) for each in others), "trackers are used on rank 0"
     assert set(loads) == {key.split("/")[1] for key in expected[-1]}
 
 
+@on_ranks(1)
 def test_steps_between_are_not_measured_and_recomputed_forwards_change_nothing():
-    whole, _ = run_on_ranks(tracked, 1, "mixtral", "ddp", 1)[0]
-    some, _ = run_on_ranks(tracked, 1, "mixtral", "ddp", 2)[0]
+    whole, _ = tracked("mixtral", "ddp", 1)
+    some, _ = tracked("mixtral", "ddp", 2)
     assert [bool(each) for each in some] == [False, True, False]
     assert some[1] == whole[1]
-    again, _ = run_on_ranks(tracked, 1, "mixtral", "ddp", 1, True)[0]
+    again, _ = tracked("mixtral", "ddp", 1, recomputes=True)
     for found, plain in zip(again, whole, strict=True):
         assert found == pytest.approx(plain, rel=1e-6)
-
-
-class CapacityRouter(nn.Module):
-    """Sends every token to the first expert, which takes two."""
-
-    def forward(self, x):
-        chosen = torch.full((len(x), 1), 4)
-        chosen[:2] = 0
-        return x.new_zeros(len(x), 4), torch.ones(len(x), 1), chosen
-
-
-class OddRouter(nn.Module):
-    def forward(self, x):
-        return x
 
 
 def measured(router):
@@ -159,12 +148,23 @@ def measured(router):
 
 
 def test_choices_that_no_expert_takes_are_dropped():
+    class CapacityRouter(nn.Module):
+        """Sends every token to the first expert, which takes two."""
+
+        def forward(self, x):
+            chosen = torch.full((len(x), 1), 4)
+            chosen[:2] = 0
+            return x.new_zeros(len(x), 4), torch.ones(len(x), 1), chosen
+
     values = measured(CapacityRouter())
     found = [values[f"router/router/{name}"] for name in ("dropped", "max_load", "min_load", "entropy")]
     assert found == [0.75, 4, 0, pytest.approx(1.3862944)]
 
 
 def test_what_can_not_be_counted_is_refused():
+    class OddRouter(nn.Identity):
+        pass
+
     with pytest.raises(ConfigError, match=r"The router 'router' \(`OddRouter`\) does not return logits, weights"):
         measured(OddRouter())
     with pytest.raises(ConfigError, match="Linear has no routers"):

@@ -7,11 +7,12 @@ one model are used for most.
 import math
 import tempfile
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Setting, assert_equals_one_process, train_plainly
+from cases import Case, Setting, assert_equals_one_process, in_fp64, train_plainly
 from driven_runs import assert_same_loop
 from matrix import matrix
 from plugin_runs import runs
@@ -69,11 +70,6 @@ class Transformer(nn.Module):
         return self.head(x) * self.scale
 
 
-def build():
-    """Return a model in fp64, as Muon's steps in bf16 make much of other roundings in fp32."""
-    return Transformer().double()
-
-
 def muon_and_adamw(model):
     matrices = [parameter for parameter in model.layers.parameters() if parameter.dim() == 2]
     held = {id(parameter) for parameter in matrices}
@@ -92,7 +88,8 @@ def decay(step, _model, optimizers):
             group["lr"] *= 0.9
 
 
-PLAIN = Case(build=build, batch=rows, optimizer=muon_and_adamw, steps=STEPS, max_norm=MAX_NORM)
+PLAIN = Case(build=partial(in_fp64, Transformer), batch=rows, optimizer=muon_and_adamw, steps=STEPS, max_norm=MAX_NORM)
+"""In fp64, as Muon's steps in bf16 make much of other roundings in fp32."""
 
 
 def make(dtype=torch.float64):

@@ -174,24 +174,6 @@ def test_checkpoints_have_the_position(tmp_path):
     assert [batch.tolist() for batch in loader] == rest
 
 
-def train(lengths, batches=None):
-    """Return the gradients of each step; ``batches`` are those of one process."""
-    booster = Booster("cpu", plugin=TorchDDPPlugin())
-    torch.manual_seed(0)
-    model = torch.nn.Linear(1, 1, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if batches is None:
-        loader = DataLoader(Shards(lengths), batch_size=2)
-        model, optimizer, _, batches, _ = booster.boost(model, optimizer, dataloader=loader)
-    found = []
-    for batch in batches:
-        model(batch.double()[:, None] / 100).square().mean().backward()
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize(
     ("lengths", "steps"),
     [
@@ -200,10 +182,24 @@ def train(lengths, batches=None):
         ([0, 4, 4, 0], [[100, 101, 200, 201], [102, 103, 202, 203]]),
     ],
 )
+@on_ranks(lambda lengths: len(lengths))  # noqa: PLW0108 - the parameter is named
 def test_ranks_whose_shards_have_ended_leave_the_gradients_as_those_of_one_process(lengths, steps):
-    expected = train(lengths, [torch.tensor(numbers) for numbers in steps])
-    for actual in run_on_ranks(train, len(lengths), lengths):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    def gradients(batches=None):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if batches is None:
+            loader = DataLoader(Shards(lengths), batch_size=2)
+            booster = Booster("cpu", plugin=TorchDDPPlugin())
+            model, optimizer, _, batches, _ = booster.boost(model, optimizer, dataloader=loader)
+        for batch in batches:
+            model(batch.double()[:, None] / 100).square().mean().backward()
+            yield [parameter.grad.clone() for parameter in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    expected = gradients(map(torch.tensor, steps))
+    torch.testing.assert_close([*gradients()], [*expected], rtol=1e-12, atol=0)
 
 
 def test_ranks_take_turns_to_lend_their_batches():
@@ -226,28 +222,22 @@ def test_fewer_shards_than_ranks_are_read_by_all():
     assert numbers_of(run_on_ranks(passes, 2, "own", [7])) == list(range(7))
 
 
-class Breaks(Shards):
-    def shard(self, num_shards, index):
-        part = super().shard(num_shards, index)
-        if index == 1:
-            part.__class__ = Broken
-        return part
-
-
-class Broken(Shards):
-    def __iter__(self):
-        msg = "the file is damaged"
-        raise OSError(msg)
-
-
-def functions_of(samples):
-    return [lambda: samples]
-
-
+@on_ranks(2)
 def test_what_one_rank_meets_is_raised_on_all():
-    expect_on_ranks(OSError, "the file is damaged", passes, 2, Breaks, [3, 3])
-    expect_on_ranks(ConfigError, "no batch at all", passes, 2, "own", [3, 0], drop_last=True)
-    expect_on_ranks(ConfigError, "can't be pickled", passes, 2, "own", [3, 0], collate_fn=functions_of)
+    class Broken(Shards):
+        def shard(self, num_shards, index):
+            return self if index == 1 else super().shard(num_shards, index)
+
+        def __iter__(self):
+            msg = "the file is damaged"
+            raise OSError(msg)
+
+    with pytest.raises(OSError, match="the file is damaged"):
+        passes(Broken, [3, 3])
+    with pytest.raises(ConfigError, match="no batch at all"):
+        passes("own", [3, 0], drop_last=True)
+    with pytest.raises(ConfigError, match="can't be pickled"):
+        passes("own", [3, 0], collate_fn=lambda samples: [lambda: samples])
 
 
 def test_positions_that_do_not_fit_are_refused():
@@ -296,23 +286,19 @@ class InTurn(IterableDataset):
         yield from (self.kind(number) for number in range(first, 24, 2 if self.splits_itself else 1))
 
 
-def what_is_said(splits_itself, kind, num_workers):
-    with Records() as records:
-        booster = Booster("cpu", plugin=TorchDDPPlugin())
-        model = torch.nn.Linear(1, 1)
-        data = InTurn(splits_itself=splits_itself, kind=kind)
-        loader = DataLoader(data, batch_size=2, num_workers=num_workers)
-        _, _, _, loader, _ = booster.boost(model, torch.optim.SGD(model.parameters()), dataloader=loader)
-        for _ in range(2):
-            for _ in loader:
-                DistCoordinator().block_all()
-    return [text for text in records.texts if "begin with different samples" in text]
-
-
 @pytest.mark.parametrize(("kind", "num_workers"), [(torch.tensor, 0), (str, 1)])
+@on_ranks(2)
 def test_a_stream_that_splits_itself_is_told_once_on_rank_0(kind, num_workers):
-    first, second = run_on_ranks(what_is_said, 2, True, kind, num_workers)
-    assert len(first) == 1
-    assert "one of every 2 of its own" in first[0]
-    assert second == []
-    assert run_on_ranks(what_is_said, 2, False, kind, num_workers) == [[], []]
+    for splits_itself in (False, True):
+        with Records() as records:
+            booster = Booster("cpu", plugin=TorchDDPPlugin())
+            model = torch.nn.Linear(1, 1)
+            data = InTurn(splits_itself=splits_itself, kind=kind)
+            loader = DataLoader(data, batch_size=2, num_workers=num_workers)
+            _, _, _, loader, _ = booster.boost(model, torch.optim.SGD(model.parameters()), dataloader=loader)
+            for _ in range(2):
+                for _ in loader:
+                    DistCoordinator().block_all()
+        said = [text for text in records.texts if "begin with different samples" in text]
+        assert len(said) == (1 if splits_itself and DistCoordinator().is_master() else 0)
+        assert all("one of every 2 of its own" in text for text in said)

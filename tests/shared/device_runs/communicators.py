@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from booster_runtime.collectives import new_groups, transport
-from device_runs.parts import Part, case_of
+from device_runs.cases import Case
+from device_runs.parts import case_of
 from device_runs.small import spin
 
 NUMEL = 1 << 20
@@ -112,10 +113,10 @@ CASES = [
     case_of(
         "communicators of one rank",
         [
-            Part("gather, exchange, broadcast", move),
-            Part("reduce", reduce),
-            Part("wait on another stream", wait_on_another_stream),
-            Part("priority", check_priority, only_on="cuda"),
+            Case("gather, exchange, broadcast", move),
+            Case("reduce", reduce),
+            Case("wait on another stream", wait_on_another_stream),
+            Case("priority", check_priority, only_on="cuda"),
         ],
     )
 ]

@@ -2,14 +2,17 @@
 
 import os
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 
 from booster_core.errors import ConfigError
+from booster_runtime import LazyInitContext, enable_activation_checkpointing
+from booster_runtime.activations import enable_activation_offload
 from device_runs.cases import CannotRun, Case
-from device_runs.parts import Part, case_of
-from device_runs.small import Decoder, Run, adamw, assert_same_bits, exact_sgd, repeat_bits, tokens_of, under
+from device_runs.parts import case_of
+from device_runs.small import Decoder, Run, adamw, assert_same_bits, repeat_bits, tokens_of, under
 
 STEPS = 6
 
@@ -17,33 +20,28 @@ STEPS = 6
 # ---- compiled models
 
 
-def train_compiled(setting, *, plugin, options, how, mode):
+def train_compiled(setting, *, strategy, how, mode):
     """Train with compiled layers, or the whole compiled, and compare with a run that is not."""
     backend = _compiler(setting)
     repeat_bits()
-    expected = _compiled_run(setting, plugin, options).train(STEPS)
-    run = _compiled_run(setting, plugin, options)
-    arguments = {"backend": backend} if mode is None else {"backend": backend, "mode": mode}
-    if how == "layers":
-        for layer in run.booster.unwrap(run.model).layers:
-            layer.compile(**arguments)
-    else:
-        run.model.compile(**arguments)
+    expected = _compiled_run(setting, strategy).train(STEPS)
+    run = _compiled_run(setting, strategy)
+    for module in run.booster.unwrap(run.model).layers if how == "layers" else [run.model]:
+        module.compile(backend=backend, **({} if mode is None else {"mode": mode}))
     losses = []
     for number in range(STEPS):
         if mode is not None:
             torch.compiler.cudagraph_mark_step_begin()
         losses.append(float(run.step(number)))
     # Fused kernels round less often: in bf16 a rounding of logits remains.
-    close = [abs(a - b) <= 2**-6 * abs(b) for a, b in zip(losses, expected, strict=True)]
-    assert all(close), (losses, expected)
+    assert losses == pytest.approx(expected, rel=2**-6, abs=0.0)
     assert losses[-1] < 0.98 * losses[1], losses  # of the same tokens
 
 
-def _compiled_run(setting, plugin, options):
+def _compiled_run(setting, strategy):
     torch.manual_seed(0)
     model = Decoder(256, 2, 4) if setting.is_real else Decoder(32, 2, 2)
-    return Run(setting, plugin, options, "bf16", model=model, make_optimizer=adamw)
+    return Run(setting, strategy, "bf16", model=model, make_optimizer=adamw)
 
 
 def _compiler(setting):
@@ -64,12 +62,12 @@ def _compiler(setting):
 # ---- CUDA graphs
 
 
-def capture(setting, *, plugin, options):
+def capture(setting, *, strategy):
     """Forward, backward and step raise while a graph is captured, and training goes on as if nothing was."""
     repeat_bits()
-    expected = Run(setting, plugin, options, make_optimizer=exact_sgd)
+    expected = Run(setting, strategy)
     losses = expected.train(4)
-    run = Run(setting, plugin, options, make_optimizer=exact_sgd)
+    run = Run(setting, strategy)
     found = run.train(2)
     tokens = tokens_of(2, setting.device)
     kept = run.model(tokens)
@@ -104,24 +102,13 @@ def _record(graph, stream, call):
 # ---- activations
 
 
-def keep_activations(setting, *, plugin, options, how):
+def keep_activations(setting, *, strategy, how):
     """Recomputed and offloaded activations give the bits of those that stay."""
-    from booster_runtime import enable_activation_checkpointing
-    from booster_runtime.activations import enable_activation_offload
-
     repeat_bits()
-    plain = Run(setting, plugin, options, "bf16", make_optimizer=exact_sgd)
+    plain = Run(setting, strategy, "bf16")
     expected = plain.train(4)
-    run = Run(setting, plugin, options, "bf16", make_optimizer=exact_sgd)
-    if how == "offloaded":
-        chosen = enable_activation_offload(run.model, by="Layer", least_bytes=1 << 10)
-    elif how == "recomputed":
-        chosen = enable_activation_checkpointing(run.model, by="Layer")
-    elif how == "recomputed, products kept":
-        chosen = enable_activation_checkpointing(run.model, by="Layer", keep="expensive")
-    else:
-        chosen = enable_activation_checkpointing(run.model, by="Layer", offload=True)
-    assert chosen
+    run = Run(setting, strategy, "bf16")
+    assert WAYS[how][0](run.model, by="Layer")
     assert run.train(4) == expected
     assert_same_bits(run.parameters(), plain.parameters("plain"), how)
 
@@ -129,16 +116,14 @@ def keep_activations(setting, *, plugin, options, how):
 # ---- lazy models
 
 
-def train_lazy(setting, *, plugin, options):
+def train_lazy(setting, *, strategy):
     """A lazy model gets the values of an eager one, bit for bit, also where they are drawn."""
-    from booster_runtime import LazyInitContext
-
     found = []
     for is_lazy in (False, True):
         torch.manual_seed(11)
         with LazyInitContext() if is_lazy else nullcontext():
             model = Decoder(64, 2, 4)
-        run = Run(setting, plugin, options, model=model, make_optimizer=exact_sgd)
+        run = Run(setting, strategy, model=model)
         found.append(run.parameters(f"lazy {is_lazy}"))
     assert_same_bits(found[1], found[0], "lazy values")
 
@@ -146,15 +131,19 @@ def train_lazy(setting, *, plugin, options):
 def _parts(function, names, **more):
     """Return a part for each plugin."""
     told = "".join(f", {name} {value}" for name, value in more.items() if value)
-    return [Part(f"{name}{told}", function, under(name, **more)) for name in names]
+    return [Case(f"{name}{told}", function, under(name, **more)) for name in names]
 
 
 WAYS = {
-    "offloaded": ("ddp", "fsdp", "zero 2", "gemini", "gemini, offload"),
-    "recomputed": ("fsdp", "zero 2", "gemini"),
-    "recomputed, products kept": ("gemini",),
-    "recomputed from the host": ("gemini",),
+    "offloaded": (
+        partial(enable_activation_offload, least_bytes=1 << 10),
+        ("ddp", "fsdp", "zero 2", "gemini", "gemini, offload"),
+    ),
+    "recomputed": (enable_activation_checkpointing, ("fsdp", "zero 2", "gemini")),
+    "recomputed, products kept": (partial(enable_activation_checkpointing, keep="expensive"), ("gemini",)),
+    "recomputed from the host": (partial(enable_activation_checkpointing, offload=True), ("gemini",)),
 }
+"""How activations are elsewhere, and under which plugins that is tried."""
 CASES = [
     *(
         case_of(f"compiled layers: {name}", _parts(train_compiled, [name], how="layers", mode=None), seconds=150)
@@ -183,7 +172,7 @@ CASES = [
     ),
     case_of(
         "activations elsewhere",
-        [part for how, names in WAYS.items() for part in _parts(keep_activations, names, how=how)],
+        [part for how, (_, names) in WAYS.items() for part in _parts(keep_activations, names, how=how)],
     ),
     case_of(
         "lazy models",

@@ -6,10 +6,10 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
+from device_smoke import make_plugin
 
-from booster_core import Booster
 from device_runs.cases import Case, Figure
-from device_runs.small import STRATEGIES, make_plugin
+from device_runs.small import STRATEGIES
 
 WITHIN = 0.05
 MAX_RESERVED = 1.15
@@ -63,14 +63,14 @@ def plan(name, size):
     from booster_tools.planning import TrainingStep, shares_of, simulate
 
     torch.set_num_threads(1)
-    plugin, options = STRATEGIES[name]
+    strategy = STRATEGIES[name]
 
     def build():
         model = make_llama(size)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     step = TrainingStep(build=build, share=shares_of(lambda: batch_of(size)), mixed_precision="bf16")
-    return simulate(step, make_plugin(plugin, options), 1).peak_bytes
+    return simulate(step, make_plugin(strategy.plugin, strategy.options), 1).peak_bytes
 
 
 def measure(setting, name, size):
@@ -80,12 +80,11 @@ def measure(setting, name, size):
     module.empty_cache()
     module.synchronize()
     before = module.memory_allocated()
-    plugin, options = STRATEGIES[name]
     with torch.device(setting.device):
         torch.manual_seed(0)
         model = make_llama(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    booster = Booster(setting.device, "bf16", make_plugin(plugin, options))
+    booster = STRATEGIES[name].make_booster(setting.device, "bf16")
     boosted, optimizer, *_ = booster.boost(model, optimizer)
     del model
     batch = batch_of(size, setting.device)

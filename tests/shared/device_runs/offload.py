@@ -1,23 +1,25 @@
 """State on the host or on a disk: each step has the bits of the same plugin without offload."""
 
 import gc
+from contextlib import nullcontext
 
+import device_smoke
 import torch
 
 from device_runs.cases import Case
-from device_runs.parts import Part, case_of
+from device_runs.parts import case_of
 from device_runs.small import (
+    STRATEGIES,
     Decoder,
     Run,
     assert_same_bits,
-    exact_sgd,
     late_compute,
     late_copies,
     repeat_bits,
     tokens_of,
+    under,
 )
 
-SMALL = {"min_chunk_bytes": 1 << 16}
 GEMINI = {
     "both": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
     "half": {"offload_param_frac": 0.5, "offload_optim_frac": 0.5},
@@ -27,19 +29,21 @@ GEMINI = {
 STEPS = 5
 
 
-def equal(setting, *, plugin, options, offload, precision, in_folder=False):
+def _base(setting, strategy):
+    """Return options of a plugin with and without offload: on the simulated device several chunks."""
+    return {"min_chunk_bytes": 1 << 16} if strategy.plugin == "gemini" and not setting.is_real else {}
+
+
+def equal(setting, *, strategy, offload, precision, in_folder):
     """Train with and without offload, with copies and kernels that are late, and compare losses and parameters."""
     repeat_bits()
-    base = dict(options)
-    if plugin == "gemini" and not setting.is_real:
-        base = {**SMALL, **base}
-    if in_folder:
-        offload = {**offload, "offload_dir": setting.folder}
-    stays = Run(setting, plugin, base, precision, make_optimizer=exact_sgd)
+    base = _base(setting, strategy)
+    offload = {**base, **offload, **({"offload_dir": setting.folder} if in_folder else {})}
+    stays = Run(setting, strategy, precision, **base)
     expected, parameters = stays.train(STEPS), stays.parameters()
     for name, lateness in (("copies", late_copies), ("compute", late_compute)):
-        moves = Run(setting, plugin, {**base, **offload}, precision, make_optimizer=exact_sgd)
-        with late_copies(setting) if lateness is late_copies else late_compute(setting, moves.model):
+        moves = Run(setting, strategy, precision, **offload)
+        with lateness(setting, moves.model):
             losses = moves.train(STEPS)
         assert losses == expected, f"late {name}: {losses} != {expected}"
         assert_same_bits(moves.parameters(), parameters, f"late {name}")
@@ -54,7 +58,7 @@ def stay_within_a_fraction(setting):
         torch.manual_seed(0)
         return Decoder(1024, 8, 8)
 
-    stays = Run(setting, "gemini", make_optimizer=exact_sgd, model=model())
+    stays = Run(setting, STRATEGIES["gemini"], model=model())
     numel = sum(parameter.numel() for parameter in model().parameters())
     expected, parameters = stays.train(STEPS), stays.parameters()
     del stays
@@ -66,7 +70,7 @@ def stay_within_a_fraction(setting):
     limit = 8 * numel + (256 << 20)
     torch.cuda.set_per_process_memory_fraction(limit / total)
     within = {"placement_policy": "auto", "memory_budget_bytes": 6 * numel}
-    moves = Run(setting, "gemini", within, make_optimizer=exact_sgd, model=model())
+    moves = Run(setting, STRATEGIES["gemini"], model=model(), **within)
     with late_copies(setting):
         losses = moves.train(STEPS)
     assert losses == expected, (losses, expected)
@@ -75,21 +79,17 @@ def stay_within_a_fraction(setting):
     assert min(places["cpu"], places["cuda"]) > 0, f"not everything fits, and something does: {places}"
 
 
-def accumulate(setting, *, plugin, options, offload):
+def accumulate(setting, *, strategy, offload):
     """Gradients of three batches add up on the host as they do on the device."""
     repeat_bits()
-    base = {**SMALL, **options} if plugin == "gemini" and not setting.is_real else options
     found = []
     for more in ({}, offload):
-        run = Run(setting, plugin, {**base, **more}, make_optimizer=exact_sgd)
+        run = Run(setting, strategy, **_base(setting, strategy), **more)
         with late_copies(setting):
             for step in range(3):
                 for batch in range(3):
                     loss = run.model(tokens_of(10 * step + batch, setting.device)) / 4
-                    if batch < 2:
-                        with run.booster.no_sync(run.model, run.optimizer):
-                            run.booster.backward(loss, run.optimizer)
-                    else:
+                    with run.booster.no_sync(run.model, run.optimizer) if batch < 2 else nullcontext():
                         run.booster.backward(loss, run.optimizer)
                 run.optimizer.step()
                 run.optimizer.zero_grad()
@@ -97,30 +97,30 @@ def accumulate(setting, *, plugin, options, offload):
     assert_same_bits(found[1], found[0], "three batches a step")
 
 
+TO_HOST = {"offload": "cpu"}
 KINDS = {
     "zero": [
-        ("stage 1", {"stage": 1}, {"offload": "cpu"}, False),
-        ("stage 2", {"stage": 2}, {"offload": "cpu"}, False),
-        ("small buckets", {"stage": 1, "bucket_bytes": 1 << 16}, {"offload": "cpu"}, False),
+        ("stage 1", STRATEGIES["zero 1"], TO_HOST),
+        ("stage 2", STRATEGIES["zero 2"], TO_HOST),
+        ("small buckets", device_smoke.Case("zero", {"stage": 1, "bucket_bytes": 1 << 16}), TO_HOST),
     ],
-    "fsdp": [("on the host", {}, {"cpu_offload": True}, False)],
+    "fsdp": [("on the host", STRATEGIES["fsdp"], {"cpu_offload": True})],
     "gemini": [
-        *((name, {}, options, False) for name, options in GEMINI.items()),
-        ("on disk", {}, GEMINI["both"], True),
+        *((name, STRATEGIES["gemini"], options) for name, options in GEMINI.items()),
+        ("on disk", STRATEGIES["gemini"], GEMINI["both"]),
     ],
 }
-MOST = {"zero": {"offload": "cpu"}, "gemini": GEMINI["both"]}
 CASES = [
     *(
         case_of(
             f"offload equals none: {plugin}, {precision}",
             [
-                Part(
+                Case(
                     name,
                     equal,
-                    {"plugin": plugin, "options": options, "offload": offload, "in_folder": d, "precision": precision},
+                    {"strategy": strategy, "offload": o, "precision": precision, "in_folder": name == "on disk"},
                 )
-                for name, options, offload, d in kinds[: None if precision == "bf16" else 1]
+                for name, strategy, o in kinds[: None if precision == "bf16" else 1]
             ],
             seconds=150,  # a slow disk takes most of it
         )
@@ -129,7 +129,10 @@ CASES = [
     ),
     case_of(
         "offload: gradients of three batches",
-        [Part(plugin, accumulate, {"plugin": plugin, "options": {}, "offload": o}) for plugin, o in MOST.items()],
+        [
+            Case("zero", accumulate, under("zero 1", offload=TO_HOST)),
+            Case("gemini", accumulate, under("gemini", offload=GEMINI["both"])),
+        ],
     ),
     Case("offload: auto within a part of the device", stay_within_a_fraction, only_on="cuda"),
 ]

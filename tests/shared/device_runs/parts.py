@@ -1,40 +1,15 @@
 """Several checks in one case: a process on a device takes seconds to start, and most checks of one rank are quicker."""
 
-from __future__ import annotations
-
 import gc
 import time
 import traceback
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
 import torch
 
 from device_runs.cases import CannotRun, Case
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from device_runs.cases import Figure
-
 _LAST_LINES = 14
-
-
-@dataclass(frozen=True)
-class Part:
-    """A check within a case.
-
-    Args:
-        name: Unique within the case.
-        function: As that of a case.
-        options: Its keyword arguments.
-        only_on: The device type that it needs; "" for any.
-    """
-
-    name: str
-    function: Callable[..., Sequence[Figure] | None]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    only_on: str = ""
 
 
 def run_parts(setting, *, parts):
@@ -71,7 +46,7 @@ def run_parts(setting, *, parts):
 
 
 def case_of(name, parts, *, seconds=90.0):
-    """Return a case of parts, which needs a device of a type if all of them do."""
+    """Return a case of others, whose names are unique in it; it needs a device of a type if all of them do."""
     names = [part.name for part in parts]
     assert len(set(names)) == len(names), names
     kinds = {part.only_on for part in parts}

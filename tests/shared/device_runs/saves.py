@@ -5,15 +5,17 @@ import threading
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file
 
 from booster_checkpoint.load import fill
-from device_runs.parts import Part, case_of
-from device_runs.small import Run, assert_same_bits, spin, tokens_of, under
+from device_runs.cases import Case
+from device_runs.parts import case_of
+from device_runs.small import STRATEGIES, Run, adamw, assert_same_bits, spin, under
 
 
-def save_while_training(setting, *, plugin, options):
+def save_while_training(setting, *, strategy):
     """Save in the background, go on training at once, and find what a save in the foreground has written before."""
-    run = Run(setting, plugin, options, "bf16")
+    run = Run(setting, strategy, "bf16", make_optimizer=adamw)
     run.train(2)
     expected = run.parameters("before")
     run.booster.save_optimizer(run.optimizer, setting.folder / "optimizer-before", shard=True)
@@ -26,13 +28,13 @@ def save_while_training(setting, *, plugin, options):
             run.step(number)
         run.booster.wait()
     assert not waits, waits
-    assert_same_bits(_read(setting.folder / "model.safetensors"), expected, "the model")
+    assert_same_bits(load_file(setting.folder / "model.safetensors"), expected, "the model")
     found, before = (_read_folder(setting.folder / name) for name in ("optimizer", "optimizer-before"))
     assert_same_bits(found, before, "the optimizer")
-    other = Run(setting, plugin, options, "bf16")
+    other = Run(setting, strategy, "bf16", make_optimizer=adamw)
     other.booster.load_model(other.model, setting.folder / "model.safetensors")
     other.booster.load_optimizer(other.optimizer, setting.folder / "optimizer")
-    third = Run(setting, plugin, options, "bf16")
+    third = Run(setting, strategy, "bf16", make_optimizer=adamw)
     third.train(2)
     assert [float(other.step(number)) for number in (2, 3)] == [float(third.step(number)) for number in (2, 3)]
 
@@ -56,12 +58,12 @@ def _refusing_waits_of_other_threads(waits):
         yield
 
 
-def load_in_a_stream(setting, *, plugin, options, num_threads):
+def load_in_a_stream(setting, *, strategy, num_threads):
     """Load in a stream that is busy with kernels that write to the parameters: what was loaded is what stays."""
-    run = Run(setting, plugin, options)
+    run = Run(setting, strategy, make_optimizer=adamw)
     run.train(2)
     expected = run.parameters()
-    other = Run(setting, plugin, options)
+    other = Run(setting, strategy, make_optimizer=adamw)
     stream = setting.module.Stream()
     stream.wait_stream(setting.module.current_stream())
     # Threads share tensors of a mebibyte or more.
@@ -69,10 +71,7 @@ def load_in_a_stream(setting, *, plugin, options, num_threads):
         # Kernels of this stream still write to the parameters when the load begins, as an initializer may.
         other.step(0)
         spin(setting, 0.1)
-        loss = other.model(tokens_of(7, setting.device))
-        other.booster.backward(loss, other.optimizer)
-        other.optimizer.step()
-        other.optimizer.zero_grad()
+        other.step(1)
         other.booster.load_model(other.model, setting.folder / "parameters.safetensors", num_threads=num_threads)
         found = other.parameters("loaded")
     setting.module.current_stream().wait_stream(stream)
@@ -83,7 +82,7 @@ def load_in_a_stream(setting, *, plugin, options, num_threads):
 
 def save_in_a_stream(setting, *, use_async):
     """Save in a stream whose kernels are late."""
-    run = Run(setting, "zero", {"stage": 1})
+    run = Run(setting, STRATEGIES["zero 1"], make_optimizer=adamw)
     run.train(2)
     expected = run.parameters()
     stream = setting.module.Stream()
@@ -98,26 +97,20 @@ def save_in_a_stream(setting, *, use_async):
             shard.data.add_(1)
         run.booster.wait()
     setting.module.current_stream().wait_stream(stream)
-    found = _read(setting.folder / "later.safetensors")
+    found = load_file(setting.folder / "later.safetensors")
     changed = {name: values + 1 for name, values in expected.items()}
     assert_same_bits(found, changed, "what was saved in a stream")
 
 
-def _read(path):
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
 def _read_folder(folder):
-    return {name: values for path in sorted(folder.glob("*.safetensors")) for name, values in _read(path).items()}
+    return {name: values for path in sorted(folder.glob("*.safetensors")) for name, values in load_file(path).items()}
 
 
 CASES = [
     *(
         case_of(
             f"save while training: {', '.join(names)}",
-            [Part(name, save_while_training, under(name)) for name in names],
+            [Case(name, save_while_training, under(name)) for name in names],
         )
         for names in (("ddp", "fsdp", "hybrid"), ("zero 2", "zero 2, offload"), ("gemini", "gemini, offload"))
     ),
@@ -125,11 +118,11 @@ CASES = [
         "files in a stream of the user",
         [
             *(
-                Part(f"load by {threads} threads, {name}", load_in_a_stream, under(name, num_threads=threads))
+                Case(f"load by {threads} threads, {name}", load_in_a_stream, under(name, num_threads=threads))
                 for name, threads in (("ddp", 1), ("ddp", 4), ("zero 2", 4), ("gemini", 4), ("fsdp", 4))
             ),
             *(
-                Part(f"save{', async' if use_async else ''}", save_in_a_stream, {"use_async": use_async})
+                Case(f"save{', async' if use_async else ''}", save_in_a_stream, {"use_async": use_async})
                 for use_async in (False, True)
             ),
         ],

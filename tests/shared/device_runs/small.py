@@ -4,12 +4,12 @@ import contextlib
 import os
 from unittest import mock
 
+import device_smoke
 import torch
-from device_smoke import make_plugin
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
-from booster_core import Booster
 from booster_runtime.memory import CopyStream
 
 VOCABULARY, LENGTH, SAMPLES = 256, 64, 4
@@ -17,23 +17,13 @@ CLOCK_HZ = 1.5e9
 """About what ``torch.cuda._sleep`` counts."""
 
 
-STRATEGIES = {
-    "ddp": ("ddp", {}),
-    "fsdp": ("fsdp", {}),
-    "zero 1": ("zero", {"stage": 1}),
-    "zero 2": ("zero", {"stage": 2}),
-    "zero 2, offload": ("zero", {"stage": 2, "offload": "cpu"}),
-    "gemini": ("gemini", {}),
-    "gemini, offload": ("gemini", {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}),
-    "hybrid": ("hybrid", {"zero_stage": 1}),
-}
-"""Plugins and their options, by the names of cases."""
+STRATEGIES = {**device_smoke.CASES, "hybrid": device_smoke.Case("hybrid", {"zero_stage": 1})}
+"""Plugins with options, by the names of cases."""
 
 
 def under(name, **more):
     """Return the keyword arguments of a check under one of `STRATEGIES`."""
-    plugin, options = STRATEGIES[name]
-    return {"plugin": plugin, "options": options, **more}
+    return {"strategy": STRATEGIES[name], **more}
 
 
 class Layer(nn.Module):
@@ -111,16 +101,16 @@ class Run:
 
     Args:
         setting: Where.
-        plugin: As in `device_smoke.PLUGINS`.
-        options: Of the plugin.
+        strategy: One of `STRATEGIES`.
         precision: As for ``Booster``.
         make_optimizer: Given the parameters.
         model: Another model than the decoder.
+        more: Further options of the plugin.
     """
 
-    def __init__(self, setting, plugin, options=None, precision="fp32", *, make_optimizer=adamw, model=None):
+    def __init__(self, setting, strategy, precision="fp32", *, make_optimizer=exact_sgd, model=None, **more):
         self.setting = setting
-        self.booster = Booster(setting.device, precision, make_plugin(plugin, options or {}))
+        self.booster = strategy.make_booster(setting.device, precision, **more)
         model = make_decoder(setting) if model is None else model
         self.model, optimizer, *_ = self.booster.boost(model, make_optimizer(model.parameters()))
         self.optimizer = optimizer
@@ -140,8 +130,6 @@ class Run:
 
     def parameters(self, name="parameters"):
         """Return the parameters by name, on the CPU, by a save."""
-        from safetensors.torch import load_file
-
         path = self.setting.folder / f"{name}.safetensors"
         self.booster.save_model(self.model, path)
         return load_file(path)
@@ -160,7 +148,7 @@ def spin(setting, seconds=1e-3):
 
 
 @contextlib.contextmanager
-def late_copies(setting, seconds=5e-4):
+def late_copies(setting, _model=None, seconds=5e-4):
     """Keep copy streams busy before everything that starts in them."""
     inside = CopyStream.own_order
 

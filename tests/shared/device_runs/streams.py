@@ -1,18 +1,17 @@
 """What copies between a device and its host, alone: values survive uses in any order, however late copies are."""
 
 import random
-from contextlib import nullcontext
 
 import torch
 
 from booster_gemini.memory.chunks import ChunkMemory
 from booster_gemini.memory.disk import DiskStore
-from booster_gemini.memory.ring import Copies, Ring
+from booster_gemini.memory.ring import Ring
 from booster_gemini.plan import Placement
 from booster_runtime.memory import CopyStream
 from booster_zero.engine import FlatBuffer, Role
-from device_runs.cases import CannotRun, Figure
-from device_runs.parts import Part, case_of
+from device_runs.cases import CannotRun, Case, Figure
+from device_runs.parts import case_of
 from device_runs.small import late_copies, spin
 
 ROUNDS = 200
@@ -29,79 +28,6 @@ def assert_all(values, expected, what):
     """Compare every element of a tensor of the host with one number."""
     low, high = (float(each) for each in values.aminmax())
     assert low == high == expected, f"{what}: from {low} to {high} in place of {expected}"
-
-
-class _Carried:
-    """Blocks of the host that go up to the device, are computed with there, and come down again."""
-
-    def __init__(self, setting, seed, count=6):
-        self.setting, self.draw = setting, random.Random(seed)
-        self.device = torch.device(setting.device)
-        self.copies = Copies(self.device)
-        self.ring = Ring(self.device, stream=self.copies.up)
-        host = Ring(torch.device("cpu"), pins=True)
-        self.num_bytes = 4 * block_numel(setting)
-        self.below = [host.take(self.num_bytes) for _ in range(count)]
-        self.expected = [float(index) for index in range(count)]
-        self.copied = [None] * count
-        for index, value in enumerate(self.expected):
-            self.values_below(index).fill_(value)
-        self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
-
-    def values_below(self, index):
-        """Return a block on the host."""
-        return self.below[index][: self.num_bytes].view(torch.float32)
-
-    def be_late(self, stream=None):
-        """Sometimes keep a stream busy, the one that computes by default."""
-        if self.draw.random() < 0.5:
-            with nullcontext() if stream is None else stream.own_order():
-                spin(self.setting, self.draw.random() * 2e-3)
-
-    def go_around(self, index):
-        """Bring a block up, in most rounds compute with it, and send it down."""
-        copies, buffer = self.copies, self.ring.take(self.num_bytes)
-        self.be_late(copies.up)
-        copies.up.wait(self.copied[index])  # the host waits for nothing
-        ready = copies.bring(buffer, self.below[index][: self.num_bytes])
-        if self.draw.random() < 0.8:
-            if ready is not None:
-                ready.wait()
-                ready = None
-            self.compute(index, buffer.view(torch.float32))
-        self.be_late(copies.down)
-        self.copied[index] = copies.send(self.below[index][: self.num_bytes], buffer, ready)
-        copies.leave(buffer)
-        self.ring.give(buffer, self.num_bytes)
-
-    def compute(self, index, values):
-        """Read and change a block on the device."""
-        self.be_late()
-        self.wrong += (values != self.expected[index]).sum()
-        values += 1
-        self.expected[index] += 1
-        self.be_late()
-
-    def check_below(self, index):
-        """Wait for a block to have come down, and look at it."""
-        copied = self.copied[index]
-        if copied is not None:
-            copied.synchronize()
-        assert_all(self.values_below(index), self.expected[index], f"block {index}")
-
-
-def carry(setting, *, seed):
-    """Bring blocks up, compute with them, and send them down, in random order and at random lateness."""
-    blocks = _Carried(setting, seed)
-    for _ in range(ROUNDS):
-        index = blocks.draw.randrange(len(blocks.below))
-        blocks.go_around(index)
-        if blocks.draw.random() < 0.1:
-            blocks.check_below(index)
-    blocks.copies.synchronize()
-    assert int(blocks.wrong) == 0, f"{int(blocks.wrong)} values were wrong on the device"
-    for index in range(len(blocks.below)):
-        blocks.check_below(index)
 
 
 class _Owner:
@@ -143,7 +69,7 @@ def move_blocks(setting, *, policy, has_disk):
     memory = ChunkMemory(device, placement, DiskStore(setting.folder) if has_disk else None, pins=True)
     owners = [_Owner(memory, number, Role.PARAM, numel, setting.device) for number in range(count)]
     wrong = torch.zeros(count, dtype=torch.int64, device=device)
-    with late_copies(setting, 1e-3):
+    with late_copies(setting, seconds=1e-3):
         for turn in range(ROUNDS):
             owner = draw.choice(owners)
             if draw.random() < 0.3:
@@ -217,18 +143,14 @@ def share_streams(setting):
 
 CASES = [
     case_of(
-        "streams: blocks up and down",
+        "streams",
         [
-            *(Part(f"seed {seed}", carry, {"seed": seed}) for seed in (1, 2)),
-            Part("seventy copy streams", share_streams),
-            Part("pinned memory", hold_pinned_bytes, only_on="cuda"),
-        ],
-    ),
-    case_of(
-        "streams: a home of blocks",
-        [
-            Part(f"{policy}{', disk' if disk else ''}", move_blocks, {"policy": policy, "has_disk": disk})
-            for policy, disk in (("static", False), ("auto", False), ("auto", True))
+            *(
+                Case(f"blocks, {policy}{', disk' if disk else ''}", move_blocks, {"policy": policy, "has_disk": disk})
+                for policy, disk in (("static", False), ("auto", False), ("auto", True))
+            ),
+            Case("seventy copy streams", share_streams),
+            Case("pinned memory", hold_pinned_bytes, only_on="cuda"),
         ],
     ),
 ]

@@ -3,30 +3,25 @@
 import device_smoke
 import host_waits
 
-from device_runs.cases import Figure
-from device_runs.parts import Part, case_of
+from device_runs.cases import Case, Figure
+from device_runs.parts import case_of
 
 OFFLOAD = {
-    "fsdp, offload": device_smoke.Case("fsdp", {"cpu_offload": True}),
-    "zero 2, offload": device_smoke.Case("zero", {"stage": 2, "offload": "cpu"}),
-    "gemini, offload": device_smoke.Case(
-        "gemini", {"min_chunk_bytes": 1 << 15, "offload_param_frac": 1.0, "offload_optim_frac": 1.0}
-    ),
+    **{name: device_smoke.CASES[name] for name in ("fsdp, offload", "zero 2, offload")},
+    "gemini, offload": host_waits.OFFLOADED["gemini, all"],
+}
+WITHOUT_OFFLOAD = {
+    "ddp": device_smoke.CASES["ddp"],
+    **host_waits.CASES,
+    "zero 2": device_smoke.CASES["zero 2"],
 }
 
 
-def wait_for_nothing(setting, *, case, precision):
-    """Train eight steps; from the fifth on nothing is waited for."""
+def wait(setting, *, case, precision):
+    """From the fifth step on the host waits for nothing, but under a loss scale asks once whether to skip the step."""
     found, seen = host_waits.waits_of(case, setting.device, precision)
     assert seen == 3, "what is looked for is found"
-    assert not found, "\n".join(found)
-
-
-def wait_once(setting, *, case):
-    """Under fp16's loss scale the host asks once a step whether to skip it."""
-    found, seen = host_waits.waits_of(case, setting.device, "fp16")
-    assert seen == 3, "what is looked for is found"
-    assert len(found) == 2, "\n".join(found)
+    assert len(found) == (2 if precision == "fp16" else 0), "\n".join(found)  # in two steps
     assert all("loss_scaler.py" in each for each in found), "\n".join(found)
 
 
@@ -50,30 +45,19 @@ CASES = [
         case_of(
             f"host waits, {precision}",
             [
-                Part(name, wait_for_nothing, {"case": case, "precision": precision}, only_on=only_on)
-                for name, case, only_on in (
-                    # torch's DDP waits itself where the device is not CUDA.
-                    ("ddp", device_smoke.Case("ddp"), "cuda"),
-                    *((name, case, "") for name, case in host_waits.CASES.items()),
-                    ("zero 2", device_smoke.Case("zero", {"stage": 2}), ""),
-                )
+                # torch's DDP waits itself where the device is not CUDA.
+                Case(name, wait, {"case": case, "precision": precision}, only_on="cuda" if name == "ddp" else "")
+                for name, case in WITHOUT_OFFLOAD.items()
             ],
         )
-        for precision in ("fp32", "bf16")
-    ),
-    case_of(
-        "host waits, fp16",
-        [
-            Part(name, wait_once, {"case": case}, only_on="cuda" if name == "ddp" else "")
-            for name, case in (("ddp", device_smoke.Case("ddp")), *host_waits.CASES.items())
-        ],
+        for precision in ("fp32", "bf16", "fp16")
     ),
     case_of(
         "host waits, offload",
         [
-            *(Part(name, list_waits, {"name": name, "case": case}) for name, case in OFFLOAD.items()),
+            *(Case(name, list_waits, {"name": name, "case": case}) for name, case in OFFLOAD.items()),
             *(
-                Part(f"{name}, two batches", wait_for_nothing_in_passes, {"case": case})
+                Case(f"{name}, two batches", wait_for_nothing_in_passes, {"case": case})
                 for name, case in host_waits.OFFLOADED.items()
             ),
         ],

@@ -5,12 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
+from ranked import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError
-from booster_testing import run_on_ranks
+from booster_core.ranks import DistCoordinator
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_zero import LowLevelZeroPlugin
 
@@ -63,28 +64,6 @@ def whole_state(model, optimizer):
     }
 
 
-def save_by_accelerate(folder):
-    model = sharded(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(batch()).square().mean().backward()
-    optimizer.step()
-    with accelerator_of(model, "SHARDED_STATE_DICT") as accelerator:
-        accelerator._optimizers.append(optimizer)
-        accelerator.save_state(folder)
-    return whole_state(model, optimizer)
-
-
-def load_by_accelerate(folder, kind):
-    model = sharded(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
-    with accelerator_of(model, kind) as accelerator:
-        if kind == "SHARDED_STATE_DICT":
-            accelerator._optimizers.append(optimizer)
-        accelerator.load_state(folder)
-    steps = {float(state["step"]) for state in optimizer.state.values()}
-    return *whole_state(model, optimizer), optimizer.param_groups[0]["lr"], steps
-
-
 def boosted(seed, lr):
     booster, module = Booster("cpu", plugin=LowLevelZeroPlugin(stage=1)), made(seed)
     model, optimizer, *_ = booster.boost(module, torch.optim.AdamW(module.parameters(), lr=lr))
@@ -101,49 +80,56 @@ def state_of(booster, model, optimizer):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, moments
 
 
-def load_both(folder):
-    booster, model, optimizer = boosted(1, lr=0.7)
-    with pytest.raises(CheckpointError, match=r"'optimizer_0', 'pytorch_model_fsdp_0'. Pass the path of the one"):
-        booster.load_model(model, folder)
-    booster.load_model(model, f"{folder}/pytorch_model_fsdp_0")
-    booster.load_optimizer(optimizer, f"{folder}/optimizer_0")
-    return *state_of(booster, model, optimizer), optimizer.param_groups[0]["lr"]
-
-
-def save_ours(folder):
-    """Train one step under ZeRO, and save for both."""
-    booster, model, optimizer = boosted(0, lr=0.1)
-    booster.backward(model(batch()).square().mean(), optimizer)
-    optimizer.step()
-    booster.save_model(model, f"{folder}/pytorch_model_fsdp.bin", use_safetensors=False)
-    for _ in range(2):  # also over its own
-        booster.save_model(model, f"{folder}/state/pytorch_model_fsdp_0", gather_dtensor=False, prefix="model")
-        booster.save_optimizer(optimizer, f"{folder}/state/optimizer_0", gather_dtensor=False, prefix="optimizer")
-    return state_of(booster, model, optimizer)
-
-
-def assert_pieces(whole, of_ranks):
-    """Assert that the pieces of all ranks are those of whole moments, and that together they are all of them."""
-    pieces = [piece for of_rank in of_ranks for piece in of_rank]
+def assert_pieces(whole, own):
+    """Assert that each rank's pieces are those of whole moments, and that together they are all of them."""
+    pieces = [piece for of_rank in DistCoordinator().all_gather_object(own) for piece in of_rank]
     for name, (start, stop), part in pieces:
         assert torch.equal(part.view(-1), whole[name].reshape(-1)[start:stop])
     assert sum(part.numel() for *_, part in pieces) == sum(tensor.numel() for tensor in whole.values())
 
 
+@on_ranks(2)
 def test_folders_of_accelerate_load_and_the_one_above_names_them(tmp_path):
-    (values, moments), _ = run_on_ranks(save_by_accelerate, 2, str(tmp_path / "state"))
-    found = run_on_ranks(load_both, 2, str(tmp_path / "state"))
-    for loaded, _, rate in found:
-        assert rate == 0.1
-        assert_same_tensors(loaded, values, EXACT)
-    assert_pieces(moments, [pieces for _, pieces, _ in found])
+    model = sharded(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(batch()).square().mean().backward()
+    optimizer.step()
+    with accelerator_of(model, "SHARDED_STATE_DICT") as accelerator:
+        accelerator._optimizers.append(optimizer)
+        accelerator.save_state(tmp_path)
+    values, moments = whole_state(model, optimizer)
+    booster, model, optimizer = boosted(1, lr=0.7)
+    with pytest.raises(CheckpointError, match=r"'optimizer_0', 'pytorch_model_fsdp_0'. Pass the path of the one"):
+        booster.load_model(model, tmp_path)
+    booster.load_model(model, tmp_path / "pytorch_model_fsdp_0")
+    booster.load_optimizer(optimizer, tmp_path / "optimizer_0")
+    loaded, pieces = state_of(booster, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert_same_tensors(loaded, values, EXACT)
+    assert_pieces(moments, pieces)
 
 
+@on_ranks(2)
 def test_our_files_and_folders_load_in_accelerate(tmp_path):
-    saved = run_on_ranks(save_ours, 2, str(tmp_path))
-    for folder, kind in ((tmp_path, "FULL_STATE_DICT"), (tmp_path / "state", "SHARDED_STATE_DICT")):
-        for loaded, moments, rate, steps in run_on_ranks(load_by_accelerate, 2, str(folder), kind):
-            assert_same_tensors(loaded, saved[0][0], EXACT)
+    """Train one step under ZeRO, and save for both."""
+    booster, model, optimizer = boosted(0, lr=0.1)
+    booster.backward(model(batch()).square().mean(), optimizer)
+    optimizer.step()
+    booster.save_model(model, tmp_path / "pytorch_model_fsdp.bin", use_safetensors=False)
+    state = tmp_path / "state"
+    for _ in range(2):  # also over its own
+        booster.save_model(model, state / "pytorch_model_fsdp_0", gather_dtensor=False, prefix="model")
+        booster.save_optimizer(optimizer, state / "optimizer_0", gather_dtensor=False, prefix="optimizer")
+    saved, pieces = state_of(booster, model, optimizer)
+    for folder, kind in ((tmp_path, "FULL_STATE_DICT"), (state, "SHARDED_STATE_DICT")):
+        model = sharded(1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
+        with accelerator_of(model, kind) as accelerator:
             if kind == "SHARDED_STATE_DICT":
-                assert (rate, steps) == (0.1, {1.0})
-                assert_pieces(moments, [pieces for _, pieces in saved])
+                accelerator._optimizers.append(optimizer)
+            accelerator.load_state(folder)
+        values, moments = whole_state(model, optimizer)
+        assert_same_tensors(values, saved, EXACT)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    assert_pieces(moments, pieces)

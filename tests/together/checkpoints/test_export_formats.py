@@ -7,6 +7,7 @@ import pytest
 import torch
 from matrix import matrix
 from plugin_runs import RUNS, boosted, step
+from ranked import on_ranks
 from safetensors.torch import load_file
 
 from booster_core import PrecisionPolicy
@@ -90,31 +91,23 @@ def test_every_plugin_writes_the_same_format(run, tmp_path, one_process):
         assert_same_tensors(first, make_model(came_in).to(written).state_dict(), EXACT)
 
 
-def write_and_save(run, path):
+@pytest.mark.parametrize("run", ["single", "ddp", "zero1", "zero2", "hybrid-dp", "hybrid-tp"])
+@on_ranks(lambda run: RUNS[run].num_ranks)
+def test_what_the_script_has_written_since_the_last_step_is_exported(run, tmp_path):
     booster, model, optimizer = boost(run, F32, "bf16")
     step(booster, model, optimizer, BATCH)
     with torch.no_grad():
         model.unwrap().model.norm.weight[3] = 0.625
-    booster.save_model(model, path)
-
-
-@pytest.mark.parametrize("run", ["single", "ddp", "zero1", "zero2", "hybrid-dp", "hybrid-tp"])
-def test_what_the_script_has_written_since_the_last_step_is_exported(run, tmp_path):
-    path = tmp_path / "model.safetensors"
-    run_on_ranks(write_and_save, RUNS[run].num_ranks, run, str(path))
-    weight = load_file(path)["model.norm.weight"]
+    booster.save_model(model, tmp_path / "model.safetensors")
+    weight = load_file(tmp_path / "model.safetensors")["model.norm.weight"]
     assert weight[3] == 0.625
     assert not torch.equal(weight, weight.to(BF16).to(F32)), "all else is what the optimizer updates"
 
 
-def save_without_optimizer(run, path):
+@pytest.mark.parametrize("run", ["single", "ddp", "fsdp", "zero1", "gemini", "hybrid-tp"])
+@on_ranks(lambda run: RUNS[run].num_ranks)
+def test_a_model_without_an_optimizer_has_the_same_format(run, tmp_path):
     booster = replace(RUNS[run], precision="bf16").make_booster()
     model, *_ = booster.boost(make_model(F32))
-    booster.save_model(model, path)
-
-
-@pytest.mark.parametrize("run", ["single", "ddp", "fsdp", "zero1", "gemini", "hybrid-tp"])
-def test_a_model_without_an_optimizer_has_the_same_format(run, tmp_path):
-    path = tmp_path / "model.safetensors"
-    run_on_ranks(save_without_optimizer, RUNS[run].num_ranks, run, str(path))
-    assert {tensor.dtype for tensor in load_file(path).values()} == {F32}
+    booster.save_model(model, tmp_path / "model.safetensors")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {F32}

@@ -5,12 +5,13 @@ import torch
 from cases import Setting
 from matrix import matrix
 from plugin_runs import RUNS, runs
+from ranked import on_ranks
 
+from booster_core.ranks import DistCoordinator
 from booster_core.state import slices_of
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import load_pretrained
-from booster_testing import run_on_ranks
 
 transformers = pytest.importorskip("transformers", "5.20", reason="earlier ones dequantize less")
 pytest.importorskip("accelerate", reason="transformers reads FP8 with it")
@@ -31,20 +32,20 @@ SETTINGS = {
 }
 
 
-def wrong_shards(booster, model, expected):
-    """Return the names of tensors of which this rank has other values, and how many it has any of."""
-    shards = [shard for shard in booster.state_adapter(model).model_shards() if shard.numel]
-    wrong = []
-    for shard in shards:
-        part = expected[shard.name][slices_of(shard.box)].reshape(-1)[slice(*shard.flat_range)]
-        if not torch.equal(shard.data.reshape(-1), part.to(shard.dtype)):
-            wrong.append(shard.name)
-    return wrong, len(shards) > 0
+CASES = [("qwen3_moe", run) for run in SETTINGS] + [
+    ("gpt_oss", run) for run in SETTINGS if run != "tp2"
+]  # it has no policy
+DEFAULT = ["gpt_oss-fsdp", "qwen3_moe-zero3", "qwen3_moe-gemini", "qwen3_moe-tp2", "gpt_oss-ep2"]
 
 
-def read_each_way(run, family, folder):
+@matrix(DEFAULT, **{"family, run": CASES})
+@on_ranks(2)
+def test_each_rank_reads_its_part(family, run, tmp_path):
     """Load into models with values, into lazy ones and by `from_pretrained` in `LazyInitContext`."""
-    found = {}
+    coordinator = DistCoordinator()
+    if coordinator.is_master():
+        write_release(family, tmp_path)
+    coordinator.block_all()
     for way in ("load_model", "load_pretrained", "from_pretrained"):
         booster = SETTINGS[run].make_booster()
         dtype = torch.float32 if way == "load_model" else torch.bfloat16
@@ -55,31 +56,19 @@ def read_each_way(run, family, folder):
                 if way == "load_pretrained":
                     model = build(family)
                 else:
-                    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+                    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
             if way == "load_pretrained":
-                load_pretrained(model, folder)
+                load_pretrained(model, tmp_path)
         model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
         if way == "load_model":
-            booster.load_model(model, folder)
-        found[way] = wrong_shards(booster, model, torch.load(f"{folder}/{dtype}.pt"))
-        if way == "from_pretrained":
-            booster.save_model(model, f"{folder}/written", shard=True)
-    return found
-
-
-CASES = [("qwen3_moe", run) for run in SETTINGS] + [
-    ("gpt_oss", run) for run in SETTINGS if run != "tp2"
-]  # it has no policy
-DEFAULT = ["gpt_oss-fsdp", "qwen3_moe-zero3", "qwen3_moe-gemini", "qwen3_moe-tp2", "gpt_oss-ep2"]
-
-
-@matrix(DEFAULT, **{"family, run": CASES})
-def test_each_rank_reads_its_part(family, run, tmp_path):
-    write_release(family, tmp_path)
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.save(read_by_transformers(family, tmp_path, dtype), tmp_path / f"{dtype}.pt")
-    for found in run_on_ranks(read_each_way, 2, run, family, str(tmp_path)):
-        assert found == dict.fromkeys(found, ([], True))
+            booster.load_model(model, tmp_path)
+        expected = read_by_transformers(family, tmp_path, dtype)
+        shards = [shard for shard in booster.state_adapter(model).model_shards() if shard.numel]
+        assert shards
+        for shard in shards:
+            part = expected[shard.name][slices_of(shard.box)].reshape(-1)[slice(*shard.flat_range)]
+            assert torch.equal(shard.data.reshape(-1), part.to(shard.dtype)), (way, shard.name)
+    booster.save_model(model, tmp_path / "written", shard=True)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "written", dtype="auto")
     assert not hasattr(loaded.config, "quantization_config")
-    assert_same(loaded.state_dict(), torch.load(tmp_path / "torch.bfloat16.pt"))
+    assert_same(loaded.state_dict(), expected)

@@ -6,6 +6,7 @@ import torch
 from cases import Setting
 from matrix import matrix
 from plugin_runs import boosted, runs
+from ranked import on_ranks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -13,7 +14,6 @@ import booster_runtime
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
-from booster_testing import run_on_ranks
 
 SETTINGS = {
     **runs("ddp", "fsdp", "zero1", "gemini", "hybrid-dp"),
@@ -37,7 +37,7 @@ class Net(nn.Module):
         return x
 
 
-def save(name, folder, average):
+def assert_saved_with_those_of_rank_0(name, folder, *, average=False):
     torch.manual_seed(0)
     booster, model, optimizer = boosted(SETTINGS[name], Net())
     generator = torch.Generator().manual_seed(DistCoordinator().rank)
@@ -52,11 +52,7 @@ def save(name, folder, average):
         booster_runtime.ema(booster, model).save(folder / "model", shard=True)
     else:
         booster.save_model(model, folder / "model", shard=True)
-    return {key: buffer.detach().clone() for key, buffer in model.unwrap().named_buffers()}
-
-
-def assert_saved_with_those_of_rank_0(name, folder, *, average=False):
-    first, second = run_on_ranks(save, 2, name, folder, average)
+    first, second = DistCoordinator().all_gather_object(dict(model.unwrap().named_buffers()))
     assert not any(torch.equal(first[key], second[key]) for key in first if "num_batches" not in key)
     saved = {
         key: tensor for file in (folder / "model").glob("*.safetensors") for key, tensor in load_file(file).items()
@@ -67,9 +63,11 @@ def assert_saved_with_those_of_rank_0(name, folder, *, average=False):
 
 
 @matrix(["ddp"], name=SETTINGS)
+@on_ranks(2)
 def test_a_model_is_saved_with_the_buffers_of_the_first_rank(name, tmp_path):
     assert_saved_with_those_of_rank_0(name, tmp_path)
 
 
+@on_ranks(2)
 def test_an_average_is_saved_with_the_buffers_of_the_first_rank(tmp_path):
     assert_saved_with_those_of_rank_0("ddp", tmp_path, average=True)

@@ -8,7 +8,7 @@ import simulated_device as sim
 import torch
 from device_smoke import CASES, STEPS, Run, train_plainly
 from matrix import matrix
-from simulated_device import NAME, run_on_devices
+from simulated_device import NAME, on_devices
 from torch import nn
 
 from booster_runtime import enable_activation_checkpointing
@@ -60,73 +60,56 @@ def step(model, steps=2):
     return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}, kept, peak
 
 
-def compare_with_what_stays():
+@on_devices(1)
+def test_what_modules_save_is_on_the_host_until_backward(simulated_device):
     plain, kept, peak = step(make_stack())
     moved = sim.bytes_moved()
     gradients, kept_here, peak_here = step(make_stack(enable_activation_offload))
     assert_same_tensors(gradients, plain, EXACT)
     to_device, to_host = (after - before for after, before in zip(sim.bytes_moved(), moved, strict=True))
-    return kept, peak, kept_here, peak_here, to_host // ACTIVATION, to_device // ACTIVATION
-
-
-def test_what_modules_save_is_on_the_host_until_backward(simulated_device):
-    ((kept, peak, kept_here, peak_here, to_host, to_device),) = run_on_devices(
-        compare_with_what_stays, 1, simulated_device
-    )
     of_blocks = 4 * (BLOCKS - 1) + 1  # what tanh returns alone of the frozen one
     assert kept > of_blocks * ACTIVATION
     assert kept_here < 9.5 * ACTIVATION, "the last two calls, whose copies may be under way, and the output"
     assert peak_here < min(peak / 2, 14 * ACTIVATION), "what two calls have saved, and what one computes"
-    assert to_host == 2 * of_blocks, "in two steps, nothing twice"
-    assert to_device == 2 * of_blocks + 2, "and the inputs of the model"
+    assert to_host // ACTIVATION == 2 * of_blocks, "in two steps, nothing twice"
+    assert to_device // ACTIVATION == 2 * of_blocks + 2, "and the inputs of the model"
 
 
-class GatheredWhenUsed(nn.Module):
-    """Parameters that an inner unit gathers once the module around it is running, as sharded strategies do."""
+@on_devices(1)
+def test_parameters_that_an_inner_unit_gathers_stay(simulated_device):
+    """They are gathered once the module around the unit is running, as sharded strategies do."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.frozen = nn.Linear(4 * WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
-        self.inner.register_forward_pre_hook(self.gather)
-        self.frozen.register_forward_pre_hook(self.gather)
+    class Outer(nn.Sequential):
+        pass
 
-    @staticmethod
     def gather(module, _):
         module.weight.data = module.weight.data.clone()
 
-    def forward(self, x):
-        return self.frozen(self.inner(x))
+    def outer():
+        inner = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        frozen = nn.Linear(4 * WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
+        for each in (inner, frozen):
+            each.register_forward_pre_hook(gather)
+        return Outer(inner, frozen)
 
-
-def offload_around_gathered_parameters():
-    torch.manual_seed(2)
-    model = nn.Sequential(*(GatheredWhenUsed() for _ in range(3))).to(NAME)
-    enable_activation_offload(model, by=GatheredWhenUsed, least_bytes=4 * WIDTH * WIDTH)
+    model = nn.Sequential(*(outer() for _ in range(3))).to(NAME)
+    enable_activation_offload(model, by=Outer, least_bytes=4 * WIDTH * WIDTH)
     x = torch.ones(8, WIDTH, device=NAME)
     _, before = sim.bytes_moved()
     model(x).sum().backward()
-    return sim.bytes_moved()[1] - before
+    assert sim.bytes_moved()[1] == before, "what it computes is smaller than the least that is copied"
 
 
-def test_parameters_that_an_inner_unit_gathers_stay(simulated_device):
-    (to_host,) = run_on_devices(offload_around_gathered_parameters, 1, simulated_device)
-    assert to_host == 0, "what it computes is smaller than the least that is copied, and parameters stay"
-
-
-def compare_checkpoints():
+@on_devices(1)
+def test_inputs_of_checkpointed_modules_are_on_the_host(simulated_device):
     plain, *_ = step(make_stack(enable_activation_checkpointing))
     gradients, kept, _ = step(make_stack(partial(enable_activation_checkpointing, offload=True)))
     assert_same_tensors(gradients, plain, EXACT)
-    return kept
-
-
-def test_inputs_of_checkpointed_modules_are_on_the_host(simulated_device):
-    (kept,) = run_on_devices(compare_checkpoints, 1, simulated_device)
     assert kept < 4 * ACTIVATION, "the last two calls' inputs, and the loss"
 
 
-def use_in_other_ways():
+@on_devices(1)
+def test_repeated_dropped_and_restored_calls(simulated_device):
     """Backward twice, a graph that is dropped, an input changed in place, evaluation, and a model that is restored."""
     model = make_stack(enable_activation_offload)
     x = torch.ones(BATCH, WIDTH, device=NAME)
@@ -154,23 +137,10 @@ def use_in_other_ways():
     del loss, out, first
     model.zero_grad()
     gc.collect()
-    return torch.simulated.memory_allocated() - before
-
-
-def test_repeated_dropped_and_restored_calls(simulated_device):
-    (left,) = run_on_devices(use_in_other_ways, 1, simulated_device)
-    assert left <= 0
+    assert torch.simulated.memory_allocated() <= before
 
 
 PLUGINS = ("ddp", "fsdp", "zero 2", "gemini", "gemini, offload", "tensor parallel", "pipeline")
-
-
-def train_with(case, change):
-    """Return the losses of a run whose layers keep on the host whatever is longer than a row."""
-    run = Run(case, NAME, "fp32")
-    names = change(run.model)
-    assert names
-    return [run.step(number) for number in range(STEPS)]
 
 
 CHANGES = {
@@ -181,9 +151,10 @@ CHANGES = {
 
 
 @matrix(["gemini-offload"], 1, name=PLUGINS, change=CHANGES)
+@on_devices(lambda name: CASES[name].world_size, timeout_seconds=240.0, group_timeout_seconds=120.0)
 def test_plugins_train_with_activations_elsewhere(name, change, simulated_device):
-    case = CASES[name]
-    limits = {"timeout_seconds": 240.0, "group_timeout_seconds": 120.0}
-    ((expected, _),) = run_on_devices(train_plainly, 1, simulated_device, NAME, **limits)
-    for losses in run_on_devices(train_with, case.world_size, simulated_device, case, CHANGES[change], **limits):
-        assert losses == pytest.approx(expected, rel=1e-5)
+    """Layers keep on the host whatever is longer than a row."""
+    expected, _ = train_plainly(NAME)
+    run = Run(CASES[name], NAME, "fp32")
+    assert CHANGES[change](run.model)
+    assert [run.step(number) for number in range(STEPS)] == pytest.approx(expected, rel=1e-5)

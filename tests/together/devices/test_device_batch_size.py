@@ -8,7 +8,7 @@ import simulated_device as sim
 import torch
 from device_smoke import CASES
 from matrix import matrix
-from simulated_device import NAME, run_on_devices
+from simulated_device import NAME, on_devices
 
 from booster_core.errors import BudgetError, ConfigError
 from booster_core.ranks import DistCoordinator
@@ -61,8 +61,14 @@ def train(booster, size):
     return [each.detach().to("cpu", copy=True) for each in (*losses, *shards, torch.rand(1))], peak
 
 
-def find(case):
-    """Find a size where the last rank's memory is just enough for `FITTING`; compare trainings before and after."""
+@matrix(
+    ["fsdp", "zero 2", "gemini"],
+    name=["ddp", "fsdp", "zero 1", "zero 2", "gemini", "tensor parallel", "sequence parallel"],
+)
+@on_devices(2)
+def test_the_size_that_fits_is_found_and_leaves_no_trace(name, simulated_device):
+    """The last rank's memory is just enough for `FITTING`; compare trainings before and after."""
+    case = CASES[name]
     expected, peak = train(case.make_booster(NAME), FITTING)
     booster = case.make_booster(NAME)
     plugin, last = dict(vars(booster.plugin)), DistCoordinator().rank == 1
@@ -70,7 +76,7 @@ def find(case):
     gc.collect()  # what the training before left
     before = torch.get_rng_state(), torch.simulated.memory_allocated(), torch.is_grad_enabled()
     with sim.memory_limit(int(1.1 * peak) if last else 1 << 34):
-        found = find_batch_size(FUNCTIONS, START, booster=booster)
+        assert find_batch_size(FUNCTIONS, START, booster=booster) == (FITTING, START // FITTING)
     after = torch.get_rng_state(), torch.simulated.memory_allocated(), torch.is_grad_enabled()
     assert before[0].equal(after[0])
     assert before[1:] == after[1:]
@@ -78,21 +84,6 @@ def find(case):
     actual, _ = train(booster, FITTING)
     assert len(actual) == len(expected) >= 8
     assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
-    return found
-
-
-@matrix(
-    ["fsdp", "zero 2", "gemini"],
-    name=["ddp", "fsdp", "zero 1", "zero 2", "gemini", "tensor parallel", "sequence parallel"],
-)
-def test_the_size_that_fits_is_found_and_leaves_no_trace(name, simulated_device):
-    found = run_on_devices(find, 2, simulated_device, CASES[name])
-    assert found == [(FITTING, START // FITTING)] * 2
-
-
-def refuse(case, error, message, limit=1 << 34, start=START, own_step=step):
-    with pytest.raises(error, match=message), sim.memory_limit(limit):
-        find_batch_size(FUNCTIONS, start, booster=case.make_booster(NAME), step=own_step)
 
 
 def fail(*arguments):
@@ -123,39 +114,36 @@ def look(booster, model, optimizer, batch):
         ("ddp", TypeError, "got `float`", {"start": 2.0}),
     ],
 )
+@on_devices(2)
 def test_what_cannot_be_tried_is_refused_on_every_rank(name, error, message, options, simulated_device):
-    run_on_devices(refuse, 2, simulated_device, CASES[name], error, message, **options)
+    options = {"limit": 1 << 34, "start": START, "own_step": step, **options}
+    booster = CASES[name].make_booster(NAME)
+    with pytest.raises(error, match=message), sim.memory_limit(options["limit"]):
+        find_batch_size(FUNCTIONS, options["start"], booster=booster, step=options["own_step"])
 
 
-def find_by(case, own_step, precision="fp32"):
-    """Return what is found by a step, and the numbers that it has noted."""
-    noted.clear()
-    return find_batch_size(FUNCTIONS, START, booster=case.make_booster(NAME, precision), step=own_step), [*noted]
-
-
-noted = []
-
-
-def fail_in_a_library(booster, model, optimizer, batch):
-    if len(batch["labels"]) > 12 and DistCoordinator().rank == 1:
-        msg = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-        raise RuntimeError(msg)
-    step(booster, model, optimizer, batch)
-
-
+@on_devices(2)
 def test_memory_that_a_library_lacks_is_lacking_too(simulated_device):
-    for found, _ in run_on_devices(find_by, 2, simulated_device, CASES["ddp"], fail_in_a_library):
-        assert found == (12, 2)
+    def fail_in_a_library(booster, model, optimizer, batch):
+        if len(batch["labels"]) > 12 and DistCoordinator().rank == 1:
+            msg = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            raise RuntimeError(msg)
+        step(booster, model, optimizer, batch)
+
+    booster = CASES["ddp"].make_booster(NAME)
+    assert find_batch_size(FUNCTIONS, START, booster=booster, step=fail_in_a_library) == (12, 2)
 
 
-def overflow(booster, model, optimizer, batch):
-    booster.backward(model(**batch).loss * float("nan"), optimizer)
-    optimizer.step()
-    noted.append(len(optimizer.state))
-    optimizer.zero_grad()
-
-
+@on_devices(2)
 def test_values_that_mean_nothing_skip_no_step_under_a_loss_scale(simulated_device):
-    for found, sizes in run_on_devices(find_by, 2, simulated_device, CASES["zero 1"], overflow, "fp16"):
-        assert found == (START, 1)
-        assert min(sizes) > 0
+    sizes = []
+
+    def overflow(booster, model, optimizer, batch):
+        booster.backward(model(**batch).loss * float("nan"), optimizer)
+        optimizer.step()
+        sizes.append(len(optimizer.state))
+        optimizer.zero_grad()
+
+    booster = CASES["zero 1"].make_booster(NAME, "fp16")
+    assert find_batch_size(FUNCTIONS, START, booster=booster, step=overflow) == (START, 1)
+    assert min(sizes) > 0

@@ -5,13 +5,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from device_smoke import Case, batch_of, make_deep_model, part_of
+from device_smoke import Case, backward, batch_of, make_deep_model, part_of
 from matrix import matrix
-from simulated_device import NAME, run_on_devices
+from simulated_device import NAME, on_devices
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.ranks import DistCoordinator
 from booster_core.state import MASTER
 from booster_runtime import full_gradient
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -97,26 +96,14 @@ def shards_here(booster, model, expected):
     return found
 
 
-def backward_boosted(booster, case, model, optimizer, number):
-    index, size = booster.plugin.data_parallel_coordinates(DistCoordinator())
-    batch = {name: tensor[index::size] for name, tensor in batch_of(number).items()}
-    if case.has_pipeline:
-        booster.execute_pipeline(iter([batch]), model, lambda output, _: output.loss, optimizer)
-    else:
-        loss = model(**{name: tensor.to(NAME) for name, tensor in batch.items()}).loss
-        booster.backward(loss, optimizer)
-
-
-def go_on(case, precision, make_optimizers, steps):
+def go_on(name, precision, make_optimizers, steps):
     """Train some steps in one process, boost, step, and compare with one process.
 
     Without steps before, each rank has other values, of which those of the first rank count. Gradients are compared in
     fp32. The step is that of one process from the same gradients, also for bf16, whose roundings would hide what the
-    state changes.
-
-    Returns:
-        Bytes on the device: the peak of `boost`, what stays, and the whole model.
+    state changes. `boost` takes little more memory than stays on the device.
     """
+    case = CASES[name]
     alone = make_deep_model(seed=0)
     optimizers_alone = make_optimizers(alone)
     for number in range(steps):
@@ -146,7 +133,7 @@ def go_on(case, precision, make_optimizers, steps):
     dist.all_gather_object(everywhere, {key for key, *_ in held})
     assert set().union(*everywhere) == {*before}
 
-    backward_boosted(booster, case, model, optimizer, steps)
+    backward(case, booster, model, optimizer, steps)
     gradients = {name: full_gradient(booster, model, name).cpu().float() for name in trained(alone)}
     if precision == "fp32":
         assert_same_tensors(gradients, gradients_of(alone, steps), tolerance_for(torch.float32))
@@ -163,16 +150,9 @@ def go_on(case, precision, make_optimizers, steps):
             part = f"{key} {shard.box} {shard.flat}"
             found[part], expected[part] = data - start, end - start
     assert_same_tensors(found, expected, tolerance_for(torch.float32))
-    return peak, kept, whole
-
-
-def check(name, precision, make_optimizers, steps, library):
-    given = CASES[name], precision, make_optimizers, steps
-    limits = {"timeout_seconds": 240.0, "group_timeout_seconds": 120.0}
-    for peak, kept, whole in run_on_devices(go_on, CASES[name].world_size, library, *given, **limits):
-        keeps_little = name in ("gemini, offload", "fsdp, offload")
-        limit = kept + FEW_BYTES if keeps_little else max(whole, 1.1 * kept) if name == CHECKED else 1.1 * kept
-        assert peak <= limit, (peak, kept, whole)
+    keeps_little = name in ("gemini, offload", "fsdp, offload")
+    limit = kept + FEW_BYTES if keeps_little else max(whole, 1.1 * kept) if name == CHECKED else 1.1 * kept
+    assert peak <= limit, (peak, kept, whole)
 
 
 DEFAULT = [
@@ -184,39 +164,39 @@ DEFAULT = [
 ]
 
 
+LIMITS = {"timeout_seconds": 240.0, "group_timeout_seconds": 120.0}
+
+
 @matrix(DEFAULT, 2, name=CASES, precision=["fp32", "bf16"], steps=[0, 2])
+@on_devices(lambda name: CASES[name].world_size, **LIMITS)
 def test_a_device_gets_its_part_and_the_next_step_is_that_of_one_process(name, precision, steps, simulated_device):
-    check(name, precision, adamw, steps, simulated_device)
+    go_on(name, precision, adamw, steps)
 
 
 @pytest.mark.parametrize(("name", "make_optimizers"), [("fsdp", muon), ("gemini", muon_and_adamw)])
+@on_devices(2, **LIMITS)
 def test_the_state_of_whole_matrices_goes_to_the_rank_that_steps_them(name, make_optimizers, simulated_device):
-    check(name, "fp32", make_optimizers, 2, simulated_device)
+    go_on(name, "fp32", make_optimizers, 2)
 
 
-def boost_linear(*, width, has_state):
-    model = torch.nn.Linear(width, 3, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if has_state:
-        model.weight.grad = torch.zeros_like(model.weight)
-        optimizer.step()
-        optimizer.zero_grad()
-    booster = Booster(NAME, plugin="zero")
-    model, *_ = booster.boost(model, optimizer)
-    return model.weight.detach().cpu()
-
-
-def boost_what_ranks_disagree_on():
-    """Boost a model of whose ranks one has optimizer state, then different models; return the weights of the first."""
+@on_devices(2, timeout_seconds=120.0, group_timeout_seconds=20.0)
+def test_ranks_that_disagree_get_the_first_ranks_values_or_an_error(simulated_device):
+    """Boost a model of whose ranks one has optimizer state, then different models."""
     rank = dist.get_rank()
+
+    def boost_linear(*, width, has_state):
+        model = torch.nn.Linear(width, 3, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if has_state:
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.step()
+            optimizer.zero_grad()
+        model, *_ = Booster(NAME, plugin="zero").boost(model, optimizer)
+        return model.weight.detach().cpu()
+
     weights = boost_linear(width=4, has_state=rank == 1)
+    both = [torch.empty_like(weights) for _ in range(2)]
+    dist.all_gather(both, weights)
+    assert torch.equal(*both)
     with pytest.raises(ConfigError, match=r"'weight'`: '\(3, 4\), .* on rank 0, '\(3, 5\), .* on rank 1"):
         boost_linear(width=4 + rank, has_state=False)
-    return weights
-
-
-def test_ranks_that_disagree_get_the_first_ranks_values_or_an_error(simulated_device):
-    first, second = run_on_devices(
-        boost_what_ranks_disagree_on, 2, simulated_device, timeout_seconds=120.0, group_timeout_seconds=20.0
-    )
-    assert torch.equal(first, second)

@@ -5,15 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
-from device_runs.small import make_plugin
-from device_smoke import CASES
-from simulated_device import NAME, run_on_devices
+from device_smoke import CASES, make_plugin
+from simulated_device import NAME, on_devices
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-
-PLUGINS = ("ddp", "fsdp", "zero 1", "gemini", "pipeline")
 
 
 @contextlib.contextmanager
@@ -26,40 +23,39 @@ def capturing():
         yield
 
 
-def train(case, calls_in_captures):
-    """Return the losses of a training; everything may be called in captures in between."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    options = {name: value for name, value in case.options.items() if name not in ("pp_size", "num_microbatches")}
-    booster = Booster(NAME, plugin=make_plugin(case.plugin, options))
-    model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    x = torch.ones(2, 4, device=NAME)
-    losses = []
-    for _ in range(3):
-        loss = model(x).square().mean()
-        calls = (
-            lambda: model(x),
-            lambda loss=loss: booster.backward(loss, optimizer),
-            lambda: optimizer.clip_grad_by_norm(1.0),
-            optimizer.step,
-        )
-        for call in calls if calls_in_captures else ():
-            with capturing(), pytest.raises(ConfigError, match="while a CUDA graph is captured"):
-                call()
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-@pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero 1", "gemini", "pipeline"])
+@on_devices(1)
 def test_calls_in_a_capture_raise_and_change_nothing(name, simulated_device):
-    captured, plain = (run_on_devices(train, 1, simulated_device, CASES[name], each) for each in (True, False))
-    assert captured == plain
+    case = CASES[name]
+    options = {name: value for name, value in case.options.items() if name not in ("pp_size", "num_microbatches")}
+
+    def losses(calls_in_captures):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        booster = Booster(NAME, plugin=make_plugin(case.plugin, options))
+        model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        x = torch.ones(2, 4, device=NAME)
+        for _ in range(3):
+            loss = model(x).square().mean()
+            calls = (
+                lambda: model(x),
+                lambda loss=loss: booster.backward(loss, optimizer),
+                lambda: optimizer.clip_grad_by_norm(1.0),
+                optimizer.step,
+            )
+            for call in calls if calls_in_captures else ():
+                with capturing(), pytest.raises(ConfigError, match="while a CUDA graph is captured"):
+                    call()
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+    assert [*losses(True)] == [*losses(False)]
 
 
-def gather_in_a_capture():
+@on_devices(2)
+def test_parameters_are_not_gathered_in_a_capture(simulated_device):
     """Call a layer of a model whose parameters are gathered for it."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -73,8 +69,4 @@ def gather_in_a_capture():
             pytest.raises(ConfigError, match="`gather of parameters` was called while a CUDA graph is captured"),
         ):
             layer(x)
-        return layer(x).tolist() == expected
-
-
-def test_parameters_are_not_gathered_in_a_capture(simulated_device):
-    assert run_on_devices(gather_in_a_capture, 2, simulated_device) == [True, True]
+        assert layer(x).tolist() == expected

@@ -32,13 +32,9 @@ PLACEHOLDERS = 2048
 """Bytes of what stands for values on a device of this kind."""
 
 
-def allocated():
-    return torch.simulated.memory_allocated()
-
-
 def train(run, device, *, offloads):
     gc.collect()
-    left = allocated() if device == NAME else 0  # by an earlier run in this process
+    left = torch.simulated.memory_allocated() if device == NAME else 0  # by an earlier run in this process
     torch.manual_seed(0)
     model = tiny_llama(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     booster = replace(SETTINGS[run], device=device).make_booster()
@@ -64,7 +60,7 @@ def swap(booster, model, optimizer, tokens, left):
     """Offload and reload the model, with the calls in between that must raise; return bytes before and meanwhile."""
 
     def held():
-        return allocated() - left if booster.device.type == NAME else 0
+        return torch.simulated.memory_allocated() - left if booster.device.type == NAME else 0
 
     before = held()
     freed = offload_states(booster, model)

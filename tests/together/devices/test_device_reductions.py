@@ -4,7 +4,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from simulated_device import NAME, run_on_devices
+from ranked import on_ranks
+from simulated_device import NAME, on_devices
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -15,7 +16,6 @@ from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import full_gradient
-from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {
@@ -45,15 +45,13 @@ def described_and_averaged(name, device, precision, **options):
     return lines, average[0].item()
 
 
-def all_described(device, narrow_too):
+def formats_of_sums(device, backend, narrow_too):
+    """Return in which format gradients are summed, by plugin and precision; it is what `describe` says, and true."""
     narrow = PrecisionPolicy(compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     found = {(name, "bf16"): described_and_averaged(name, device, "bf16") for name in PLUGINS}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     found["fsdp", "torch's policy"] = described_and_averaged("fsdp", device, None, mixed_precision=policy)
-    return found | {(name, "narrow"): described_and_averaged(name, device, narrow) for name in narrow_too}
-
-
-def check(found, backend):
+    found |= {(name, "narrow"): described_and_averaged(name, device, narrow) for name in narrow_too}
     formats = {}
     for key, (lines, average) in found.items():
         (line,) = lines
@@ -65,18 +63,16 @@ def check(found, backend):
     return formats
 
 
+@on_devices(2, timeout_seconds=240.0)
 def test_the_described_sum_is_the_one_on_devices(simulated_device):
-    for found in run_on_devices(all_described, 2, simulated_device, NAME, ["fsdp"], timeout_seconds=240.0):
-        formats = check(found, "simccl")
-        assert formats["zero", "bf16"] == formats["gemini", "bf16"] == formats["hybrid", "bf16"] == "bf16"
-        assert formats["ddp", "bf16"] == formats["fsdp", "bf16"] == formats["zero, fp32 sent", "bf16"] == "fp32"
-        assert formats["fsdp", "narrow"] == "bf16"
+    formats = formats_of_sums(NAME, "simccl", ["fsdp"])
+    assert formats["zero", "bf16"] == formats["gemini", "bf16"] == formats["hybrid", "bf16"] == "bf16"
+    assert formats["ddp", "bf16"] == formats["fsdp", "bf16"] == formats["zero, fp32 sent", "bf16"] == "fp32"
+    assert formats["fsdp", "narrow"] == "bf16"
 
 
+@on_ranks(2, timeout_seconds=240.0)
 def test_the_described_sum_is_the_one_on_the_cpu():
-    for found in run_on_ranks(all_described, 2, "cpu", ["ddp", "ddp, first step", "fsdp"], timeout_seconds=240.0):
-        formats = check(found, "gloo")
-        assert {key for key, format_ in formats.items() if format_ != "fp32"} == {
-            ("ddp", "narrow"),
-            ("ddp, first step", "narrow"),
-        }
+    formats = formats_of_sums("cpu", "gloo", ["ddp", "ddp, first step", "fsdp"])
+    narrow = {key for key, format_ in formats.items() if format_ != "fp32"}
+    assert narrow == {("ddp", "narrow"), ("ddp, first step", "narrow")}

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,17 +11,12 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("together", "in_bf16")]
 
 
-class Run(NamedTuple):
-    """Results of a run of the demo."""
-
-    result: dict
-    output: str
-    folder: object
-
-
 @pytest.fixture(scope="module")
 def demo(run_example, scripts, tmp_path_factory):
-    """Run a small demo in a new folder; one process is a fork, which has imported what it takes."""
+    """Run a small demo in a new folder; one process is a fork, which has imported what it takes.
+
+    Return what it has written to a file, what it has printed, and the folder.
+    """
 
     def run(steps, batch_size, *more, nproc=None):
         folder = tmp_path_factory.mktemp("demo")
@@ -33,7 +28,8 @@ def demo(run_example, scripts, tmp_path_factory):
             output = done.output
         else:
             output = run_example("pretrain_bytes.py", *arguments, cwd=folder, nproc=nproc)
-        return Run(json.loads((folder / "losses.json").read_text()), output, folder)
+        result = json.loads((folder / "losses.json").read_text())
+        return SimpleNamespace(result=result, output=output, folder=folder)
 
     return run
 

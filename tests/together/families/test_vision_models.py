@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from family_cells import COLUMNS as SPLIT
+from ranked import on_ranks
 from vision_cells import BATCHES, COLUMNS, differences, measure_vision
 from vision_models import VISION_MODELS, vision_batch
 from zoo_results import cell_of
 
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import run_on_ranks
 
 RESULTS = Path(os.environ["BOOSTER_FAMILIES_RESULTS"], "vision") if "BOOSTER_FAMILIES_RESULTS" in os.environ else None
 """The folder in which `nox -s models -- families` collects cells; those that are in it are not measured again."""
@@ -46,11 +46,8 @@ def test_vision_model_equals_one_process_or_is_refused(name, column):
     assert cell.state in (["exact"] if name in ALL_EXACT and column != "fsdp" else ["exact", "refused", "refused late"])
 
 
-def differences_of_qwen(column, with_images):
-    batch = vision_batch("qwen3_vl", with_images, length=8)  # as many positions as a head has features
-    return differences("qwen3_vl", HybridParallelPlugin(**SPLIT[column], example_batch=batch), [batch])
-
-
 @pytest.mark.parametrize(("column", "with_images"), [("ulysses", (True, True)), ("ring", (True, False))])
+@on_ranks(2)
 def test_sequences_may_be_as_long_as_heads_are_wide(column, with_images):
-    assert run_on_ranks(differences_of_qwen, 2, column, with_images)[0] == []
+    batch = vision_batch("qwen3_vl", with_images, length=8)  # as many positions as a head has features
+    assert differences("qwen3_vl", HybridParallelPlugin(**SPLIT[column], example_batch=batch), [batch]) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -65,21 +64,9 @@ REFUSED = {
 """Uses of what other distributions have; the error that each raises, and the distribution that it names."""
 
 
-class Outcome(NamedTuple):
-    """What the process printed, and the files that it left."""
-
-    errors: dict[str, str]
-    files: list[str]
-
-
 @pytest.fixture(scope="module")
-def environment(build_wheel, environment_of):
-    return environment_of(build_wheel(CORE))
-
-
-@pytest.fixture(scope="module")
-def outcome(environment, tmp_path_factory):
-    """Train, save, load and go on in one process that has only core, and make all calls that are refused."""
+def outcome(build_wheel, environment_of, tmp_path_factory):
+    """Train, save, load and go on with core alone; return the errors of refused calls, and the names of files."""
     script = f"""{SAVE}
 errors = {{}}
 for call in {[*REFUSED]!r}:
@@ -90,16 +77,17 @@ for call in {[*REFUSED]!r}:
 print(json.dumps(errors))
 """
     folder = tmp_path_factory.mktemp("run")
-    errors = json.loads(environment.run("-c", script, cwd=folder).stdout.splitlines()[-1])
-    return Outcome(errors, sorted(path.name for path in folder.iterdir()))
+    done = environment_of(build_wheel(CORE)).run("-c", script, cwd=folder)
+    return json.loads(done.stdout.splitlines()[-1]), sorted(path.name for path in folder.iterdir())
 
 
 def test_it_saves_loads_and_goes_on(outcome):
-    assert outcome.files == ["model.safetensors", "optimizer.safetensors", "run", "scheduler.json"]
+    assert outcome[1] == ["model.safetensors", "optimizer.safetensors", "run", "scheduler.json"]
 
 
 @pytest.mark.parametrize("call", REFUSED)
 def test_what_others_have_is_refused_by_their_name(outcome, call):
     kind, distribution = REFUSED[call]
-    assert outcome.errors[call].startswith(kind)
-    assert f"pip install {distribution}" in outcome.errors[call]
+    error = outcome[0][call]
+    assert error.startswith(kind)
+    assert f"pip install {distribution}" in error

@@ -16,12 +16,6 @@ LAUNCHERS = ROOT / "tests" / "shared" / "launchers"
 """Stand-ins for the launchers of clusters: they start processes here, with the variables that the real ones set."""
 
 
-def _cases(blocks):
-    for block in blocks:
-        slow = [pytest.mark.slow] if "slow" in block.marks else []
-        yield pytest.param(block, id=str(block), marks=slow)
-
-
 EXAMPLES = [block for block in all_blocks("python") if "not run" not in block.marks]
 
 
@@ -37,7 +31,10 @@ EXAMPLES = [block for block in all_blocks("python") if "not run" not in block.ma
         "packages/booster-core/README.md-python-0",
         "packages/booster-testing/README.md-python-1",
     ],
-    block=list(_cases(EXAMPLES)),
+    block=[
+        pytest.param(block, id=str(block), marks=[pytest.mark.slow] if "slow" in block.marks else [])
+        for block in EXAMPLES
+    ],
 )
 def test_example_runs(block, scripts, tmp_path):
     write_files(block.page, tmp_path)
@@ -67,13 +64,10 @@ def test_the_first_example_runs_as_a_user_starts_it(tmp_path):
 def _commands():
     """Yield the pages with commands to run; the start page is followed by a test of its own."""
     for page in PAGES:
-        commands = [block for block in blocks_of(page) if block.language == "bash" and _is_command(block)]
+        commands = [block for block in blocks_of(page) if block.language == "bash" and block.title is None]
+        commands = [block for block in commands if "not run" not in block.marks]
         if commands and page.name != "start.md":
             yield pytest.param(commands, id=str(page.relative_to(ROOT)))
-
-
-def _is_command(block):
-    return block.title is None and "not run" not in block.marks
 
 
 @pytest.mark.slow  # new interpreters import torch

@@ -24,11 +24,6 @@ PLUGINS = {
 """The page of each plugin, and its class."""
 
 
-def _prose(page):
-    """Return a page without its code blocks."""
-    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-
-
 @pytest.fixture(scope="module")
 def sources():
     """Read all packages without importing them."""
@@ -40,10 +35,6 @@ def sources():
     return loader.modules_collection
 
 
-def _directives(page):
-    return re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-
-
 def _documented(found):
     """Return the names under Args in the docstring of a class or function."""
     sections = griffe.parse_google(found.docstring, warnings=False) if found.docstring else []
@@ -52,11 +43,13 @@ def _documented(found):
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_every_option_of_a_plugin_is_on_its_page(name, sources):
-    page = DOCS / "plugins" / f"{name}.md"
+    page = (DOCS / "plugins" / f"{name}.md").read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    directives = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
     constructor = sources[PLUGINS[name]].members["__init__"]
     options = {each.name for each in constructor.parameters} - {"self"}
-    documented = set().union(*(_documented(sources[path]) for path in _directives(page)))
-    named = set(re.findall(r"`(\w+)`", _prose(page)))
+    documented = set().union(*(_documented(sources[path]) for path in directives))
+    named = set(re.findall(r"`(\w+)`", prose))
     in_prose = {"precision", "mesh", "offload_policy", "autocast"}  # the last three raise with a remedy
     assert options - documented <= in_prose & named
     assert options, "the constructor is read"
