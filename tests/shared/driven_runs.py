@@ -9,10 +9,13 @@ A loop is a function at the top of a module:
             run.backward(run.loss(2 * step + 1))
             run.step()
 
-and `assert_same_loop(accumulates, case, setting)` a whole test. All ranks have samples of their own.
+and `assert_same_loop(accumulates, case, setting)` a whole test; `@same_loop(case, setting)` makes the loop itself one.
+All ranks have samples of their own.
 """
 
 import contextlib
+import functools
+import inspect
 
 import torch
 from torch import nn
@@ -134,6 +137,35 @@ def assert_same_loop(loop, case, setting, **options):
         for other in others:
             for ours, theirs in zip(first, other, strict=True):
                 assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
+
+
+def same_loop(case, setting, **options):
+    """Let a test be a loop, whose first parameter is a `Run`, which is compared as by `assert_same_loop`.
+
+    Args:
+        case: As for `assert_same_loop`.
+        setting: As for `assert_same_loop`, or a function of parameters of pytest, which it names.
+        options: As for `assert_same_loop`.
+    """
+    chosen_by = list(inspect.signature(setting).parameters) if callable(setting) else []
+
+    def decorate(loop):
+        own = list(inspect.signature(loop).parameters)[1:]
+
+        @functools.wraps(loop)
+        def test(*run, **parameters):
+            if run:  # in a process that drives the loop, which found the test under its name
+                loop(*run, **parameters)
+                return
+            chosen = setting(*(parameters[name] for name in chosen_by)) if chosen_by else setting
+            bound = functools.partial(test, **{name: parameters[name] for name in own})
+            assert_same_loop(bound, case, chosen, **options)
+
+        named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in dict.fromkeys([*own, *chosen_by])]
+        test.__signature__ = inspect.Signature(named)
+        return test
+
+    return decorate
 
 
 def assert_same_steps(results, expected, case):
