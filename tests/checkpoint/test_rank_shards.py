@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from named_plugins import make_model, plugin_named
+from ranked import on_ranks
 from safetensors.torch import save_file
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -89,8 +90,9 @@ def test_what_is_not_one_save_is_refused(spoil, tmp_path):
     assert "elete" not in str(caught.value)
 
 
-def write_by_torch(folder):
-    """Write a tensor split by rows, one by columns, and one whole, by torch's own writer."""
+@on_ranks(2)
+def test_what_torch_writes_is_read(tmp_path):
+    """A tensor split by rows, one by columns, and one whole."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -100,11 +102,8 @@ def write_by_torch(folder):
         "columns": distribute_tensor(WHOLE["columns"], mesh, [Shard(1)]),
         "one": WHOLE["one"],
     }
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True))
-
-
-def test_what_torch_writes_is_read(tmp_path):
-    run_on_ranks(write_by_torch, 2, tmp_path / "model")
+    writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path / "model"), save_distributed=True)
+    dcp.save(state, storage_writer=writer)
     with open_source(tmp_path / "model", "model") as source:
         for key, whole in WHOLE.items():
             assert torch.equal(source.read_whole(key), whole)

@@ -10,8 +10,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from click.testing import CliRunner
+from ranked import on_ranks, raises_on_ranks
 from resumable import ResumableRun as Run
 
 import booster_runtime
@@ -22,6 +22,7 @@ from booster_core.cli import main
 from booster_core.errors import CheckpointError, CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
 
 FILES = [
     "model/model-00001-of-00001.safetensors",
@@ -170,34 +171,30 @@ def test_newest_whole_without_a_whole_step_is_an_error(root, tmp_path):
     expect_on_ranks(CheckpointError, "There is no checkpoint in", load, 2, str(tmp_path / "absent"), options)
 
 
-def load_with_average(root):
+@raises_on_ranks(CheckpointError, "step-00000006' was saved without 'ema'", 2)
+def test_newest_whole_goes_back_from_damage_alone(root):
     run = Run()
     average = booster_runtime.ema(run.booster, run.model)
     run.booster.load_checkpoint(root, step="newest-whole", **run.objects(), ema=average)
 
 
-def test_newest_whole_goes_back_from_damage_alone(root):
-    expect_on_ranks(CheckpointError, "step-00000006' was saved without 'ema'", load_with_average, 2, str(root))
-
-
-def load_and_compare(root):
+@on_ranks(2)
+def test_a_damaged_step_changes_nothing(root):
+    if DistCoordinator().is_master():
+        flip_bit(root / LATEST / FILES[-1])
+    DistCoordinator().block_all()
     run = Run(seed=8)
     before = run.tensors()
     with pytest.raises(CheckpointError, match="has the checksum"):
         run.load(root)
-    after = run.tensors()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_damaged_step_changes_nothing(root):
-    flip_bit(root / LATEST / FILES[-1])
-    run_on_ranks(load_and_compare, 2, str(root))
+    assert_same_tensors(run.tensors(), before, EXACT)
 
 
 # ---- the disk fails while a step is written
 
 
-def save_async_and_again(root):
+@on_ranks(2)
+def test_an_error_in_the_background_surfaces_at_the_next_save(root):
     run = Run()
     run.train(9)
     with contextlib.ExitStack() as faults:
@@ -208,11 +205,7 @@ def save_async_and_again(root):
         with pytest.raises(CheckpointError, match="The disk is full"):
             run.save(root)
     run.save(root)
-    return run.booster.has_checkpoint(root)
-
-
-def test_an_error_in_the_background_surfaces_at_the_next_save(root):
-    assert run_on_ranks(save_async_and_again, 2, str(root)) == [True, True]
+    assert run.booster.has_checkpoint(root)
     verify_folder(root / "step-00000009")
 
 
