@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from file_faults import change_manifest
+from file_faults import change_manifest, flip_bit
 from resumable import ResumableRun as Run
 from synthetic_state import parts_of
 
@@ -127,9 +127,7 @@ def test_a_load_reads_each_byte_once(tmp_path, monkeypatch):
 
 def damage_values(folder, name="optimizer"):
     path = next((folder / name).glob("*.safetensors"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
+    flip_bit(path, path.stat().st_size // 2)
 
 
 def test_damage_met_halfway_is_an_error_that_says_so(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from file_faults import flip_bit
 from folder_storage import FolderStorage, StorageHooks
 from matrix import matrix
 from ranked import on_ranks
@@ -169,10 +170,7 @@ def test_a_flipped_bit_at_a_url_is_found(ours):
     run = Run()
     for run.step in (1, 2):
         run.save("ours://runs/c")
-    path = ours.base / "runs/c/step-00000002/model/model-00001-of-00001.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
+    flip_bit(ours.base / "runs/c/step-00000002/model/model-00001-of-00001.safetensors", -5)
     with pytest.raises(CheckpointError, match=r"model-00001.* has the checksum .* load it with `step=1`"):
         Run().load("ours://runs/c")
     assert Run().load("ours://runs/c", step=1).step == 1

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from click.testing import CliRunner
+from file_faults import flip_bit
 from ranked import on_ranks, raises_on_ranks
 from resumable import ResumableRun as Run
 
@@ -48,12 +49,6 @@ def load(root, options):
     return run.load(root, **options).step
 
 
-def flip_bit(path):
-    content = bytearray(path.read_bytes())
-    content[-20] ^= 4
-    path.write_bytes(content)
-
-
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_steps")
@@ -80,7 +75,7 @@ def edit_step(path):
 
 
 DAMAGE = {  # what is done to a file of a step, and what is said of it
-    **{f"flipped {name}": (name, flip_bit, f"'{name}' has the checksum") for name in FILES},
+    **{f"flipped {name}": (name, partial(flip_bit, position=-20), f"'{name}' has the checksum") for name in FILES},
     "truncated": (FILES[0], partial(cut, end=-8), rf"'{FILES[0]}' has \d+ bytes, and was saved with \d+"),
     "missing": (FILES[4], Path.unlink, f"'{FILES[4]}' cannot be found"),
     **{f"manifest up to {end}": (MANIFEST, partial(cut, end=end), r"manifest\.json'") for end in (0, 200, -3)},
@@ -105,7 +100,7 @@ def test_damage_is_named_with_the_step_to_load_and_by_inspect(name, root):
 
 
 def test_without_verify_contents_are_taken_as_they_are_but_not_their_size(root):
-    flip_bit(root / LATEST / FILES[0])
+    flip_bit(root / LATEST / FILES[0], -20)
     assert run_on_ranks(load, 2, str(root), {"verify": False}) == [6, 6]
     cut(root / LATEST / FILES[0], -8)
     expect_on_ranks(CheckpointError, "has .* bytes, and was saved with", load, 2, str(root), {"verify": False})
@@ -124,7 +119,7 @@ def test_a_file_latest_that_names_no_step_is_an_error(content, root):
     ("damage", "step"),
     [
         (lambda root: None, 6),
-        (lambda root: flip_bit(root / LATEST / FILES[0]), 3),
+        (lambda root: flip_bit(root / LATEST / FILES[0], -20), 3),
         (lambda root: (root / LATEST / FILES[-2]).unlink(), 3),
         (lambda root: (root / LATEST / MANIFEST).write_bytes(b"{"), 3),
         (lambda root: (root / "latest").write_bytes(b"\xff"), 6),
@@ -150,7 +145,7 @@ def test_an_older_step_that_cannot_be_read_stops_no_run(root, monkeypatch):
 
 
 def test_newest_whole_says_what_it_leaves_out(root, caplog):
-    flip_bit(root / LATEST / FILES[0])
+    flip_bit(root / LATEST / FILES[0], -20)
     assert load(root, {"step": "newest-whole"}) == 3
     assert f"'{FILES[0]}' has the checksum" in caplog.text
     assert "Trying 'step-00000003' instead." in caplog.text
@@ -159,13 +154,13 @@ def test_newest_whole_says_what_it_leaves_out(root, caplog):
 def test_newest_whole_prefers_the_steps_before_the_latest(root):
     (root / "latest").write_text("step-00000003\n")  # the run went back
     assert run_on_ranks(load, 2, str(root), {"step": "newest-whole"}) == [3, 3]
-    flip_bit(root / "step-00000003" / FILES[0])
+    flip_bit(root / "step-00000003" / FILES[0], -20)
     assert run_on_ranks(load, 2, str(root), {"step": "newest-whole"}) == [6, 6]
 
 
 def test_newest_whole_without_a_whole_step_is_an_error(root, tmp_path):
     for step in ("step-00000003", "step-00000006"):
-        flip_bit(root / step / FILES[0])
+        flip_bit(root / step / FILES[0], -20)
     options = {"step": "newest-whole"}
     expect_on_ranks(CheckpointError, "No other step there is whole", load, 2, str(root), options)
     expect_on_ranks(CheckpointError, "There is no checkpoint in", load, 2, str(tmp_path / "absent"), options)
@@ -181,7 +176,7 @@ def test_newest_whole_goes_back_from_damage_alone(root):
 @on_ranks(2)
 def test_a_damaged_step_changes_nothing(root):
     if DistCoordinator().is_master():
-        flip_bit(root / LATEST / FILES[-1])
+        flip_bit(root / LATEST / FILES[-1], -20)
     DistCoordinator().block_all()
     run = Run(seed=8)
     before = run.tensors()
