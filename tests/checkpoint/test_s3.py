@@ -98,39 +98,27 @@ def test_a_model_whose_last_parts_fail_counts_as_interrupted(s3):
     assert run_on_ranks(load_wide_model, 2, url, **LIMITS) == [{3.0}, {3.0}]
 
 
-class WithMasters(ReplicatedStateAdapter):
-    """Reads the values of a bf16 model into fp32 masters as well, as strategies do that keep them."""
-
-    def __init__(self, model):
-        super().__init__(model, None, DistCoordinator())
-        self.masters = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
-
-    def model_targets(self, stored):
-        yield from self.model_shards()
-        for shard in self.model_shards():
-            yield replace(shard, dtype=torch.float32, data=self.masters[shard.name], is_owner=False)
-
-
-def load_bf16(url):
-    """Load fp32 values into a bf16 model with masters; return whether masters have all digits."""
-    values = torch.arange(4 << 20).view(4096, 1024).div(7)
-    model = torch.nn.Linear(1024, 4096, bias=False)
-    if url.endswith("bf16"):
-        adapter = WithMasters(model.bfloat16())
-        EngineCalls().load_model(adapter, url.removesuffix("-bf16"))
-        return torch.equal(adapter.masters["weight"], values) and torch.equal(model.weight, values.bfloat16())
+def test_masters_and_their_rounded_copy_take_one_fetch(s3):
+    """A matrix of 16 MiB, which takes two requests."""
+    url, values = f"{BUCKET}/masters.safetensors", torch.arange(4 << 20).view(4096, 1024).div(7)
+    model, masters = torch.nn.Linear(1024, 4096, bias=False), torch.zeros(4096, 1024)
     with torch.no_grad():
         model.weight.copy_(values)
     Booster("cpu").save_model(model, url)
-    return True
 
+    class WithMasters(ReplicatedStateAdapter):
+        """Reads the values of a bf16 model into fp32 masters as well, as strategies do that keep them."""
 
-def test_masters_and_their_rounded_copy_take_one_fetch(s3):
-    """A matrix of 16 MiB, which takes two requests."""
-    url = f"{BUCKET}/masters.safetensors"
-    run_on_ranks(load_bf16, 1, url, **LIMITS)
+        def model_targets(self, stored):
+            for shard in self.model_shards():
+                yield shard
+                yield replace(shard, dtype=torch.float32, data=masters, is_owner=False)
+
     s3.requests.clear()
-    assert run_on_ranks(load_bf16, 1, f"{url}-bf16", **LIMITS) == [True]
+    model = torch.nn.Linear(1024, 4096, bias=False, dtype=torch.bfloat16)
+    EngineCalls().load_model(WithMasters(model, None, DistCoordinator()), url)
+    assert torch.equal(masters, values)
+    assert torch.equal(model.weight, values.bfloat16())
     assert s3.bytes_read() <= 1.1 * 16 * MIB
 
 
