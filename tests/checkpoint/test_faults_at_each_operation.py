@@ -177,6 +177,7 @@ def test_a_fault_at_each_operation(action, operation, is_whole, tmp_path):
             told = world.all_gather_object((faults.hit, type(error).__name__, wrong))
             hit = told[failing_rank][0]
             if hit is None:
+                assert not wrong, "it goes wrong where nothing fails"
                 break
             if len({kind for _, kind, _ in told}) > 1:
                 wrong.append(f"ends differently on each rank: {[kind for _, kind, _ in told]}")

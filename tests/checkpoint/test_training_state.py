@@ -61,7 +61,7 @@ def resume(root, options, steps):
     ],
     ids=["one", "two", "async", "fp16", "workers", "end_of_epoch"],
 )
-@on_ranks("world_size")
+@on_ranks("world_size", timeout_seconds=180)  # three trainings
 def test_a_resumed_run_equals_an_uninterrupted_one(world_size, options, save_options, step, tmp_path):
     expected = Run(**options)
     losses = expected.train(20)
