@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from file_faults import change_manifest
+from file_faults import change_manifest, flip_bit
 from resumable import ResumableRun as Run
 from synthetic_state import parts_of
 
@@ -16,7 +16,7 @@ from booster_checkpoint.run.manifest import FileEntry, Manifest
 from booster_checkpoint.storage import locate
 from booster_checkpoint.storage.open_file import LocalFile
 from booster_core.errors import CheckpointError
-from booster_core.state import regions_of
+from booster_core.state import box_numel, regions_of
 from booster_testing import expect_on_ranks, run_on_ranks
 
 SHAPE = (40, 30)
@@ -56,29 +56,6 @@ def test_a_manifest_takes_five_megabytes_for_each_tebibyte(tensor_bytes, tmp_pat
     assert (tmp_path / "manifest.json").stat().st_size <= 5_000_000
 
 
-def boxes_of_ranks(layout, world_size):
-    """Return the boxes of the tensor that each rank reads."""
-    parts = [parts_of(layout, SHAPE, 0, 0, rank, world_size) for rank in range(world_size)]
-    return [[region.box for box, flat, _ in of_rank for region in regions_of(box, flat)] for of_rank in parts]
-
-
-def read_on(rank_boxes, path, blocks, is_shared):
-    """Read like one rank; return what it found damaged."""
-    found = []
-    file = ByteFile(locate(path).open(), CheckedReads("f", blocks, is_shared=is_shared, on_damage=found.append))
-    try:
-        file.read_into(memoryview(bytearray(OFFSET)), 0)
-        file.read_into(memoryview(bytearray(70)), SIZE - 70)
-        for box in rank_boxes:
-            shape = tuple(stop - start for start, stop in box)
-            file.read_box(OFFSET, SHAPE, ITEMSIZE, box, torch.empty(shape, dtype=torch.int32).view(-1))
-    except CheckpointError:
-        assert found, "told before it is raised"
-    finally:
-        file.close()
-    return found
-
-
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("layout", ["flat", "columns", "replicated"])
 def test_damage_anywhere_is_found_by_one_of_the_ranks_that_read(layout, is_shared, small_blocks, tmp_path):
@@ -86,14 +63,31 @@ def test_damage_anywhere_is_found_by_one_of_the_ranks_that_read(layout, is_share
     path.write_bytes(content)
     blocks = blocks_of_file(locate(path), block_sizes([OFFSET, SIZE - OFFSET - 70, 70]))
     assert sum(block.nbytes for block in blocks) == SIZE
+
+    def read_on(rank, world_size):
+        """Read like one rank; return what it found damaged."""
+        found = []
+        file = ByteFile(locate(path).open(), CheckedReads("f", blocks, is_shared=is_shared, on_damage=found.append))
+        try:
+            file.read_into(memoryview(bytearray(OFFSET)), 0)
+            file.read_into(memoryview(bytearray(70)), SIZE - 70)
+            for whole, flat, _ in parts_of(layout, SHAPE, 0, 0, rank, world_size):
+                for box in (region.box for region in regions_of(whole, flat)):
+                    out = torch.empty(box_numel(box), dtype=torch.int32)
+                    file.read_box(OFFSET, SHAPE, ITEMSIZE, box, out)
+        except CheckpointError:
+            assert found, "told before it is raised"
+        finally:
+            file.close()
+        return found
+
     for world_size in (1, 3, 7):
-        boxes = boxes_of_ranks(layout, world_size)
-        assert not any(read_on(each, path, blocks, is_shared) for each in boxes)
+        assert not any(read_on(rank, world_size) for rank in range(world_size))
         for position in range(0, SIZE, 97):
             damaged = bytearray(content)
             damaged[position] ^= 1
             path.write_bytes(damaged)
-            found = [read_on(each, path, blocks, is_shared) for each in boxes]
+            found = [read_on(rank, world_size) for rank in range(world_size)]
             assert any(found), (world_size, position)
         path.write_bytes(content)
 
@@ -133,9 +127,7 @@ def test_a_load_reads_each_byte_once(tmp_path, monkeypatch):
 
 def damage_values(folder, name="optimizer"):
     path = next((folder / name).glob("*.safetensors"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
+    flip_bit(path, path.stat().st_size // 2)
 
 
 def test_damage_met_halfway_is_an_error_that_says_so(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import textwrap
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,7 +22,6 @@ from booster_core import Booster, hookimpl
 from booster_core.errors import CheckpointError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_testing import run_on_ranks
 
 make = partial(trained_parts, 64, 64, 8)
 
@@ -111,10 +109,12 @@ def test_a_relative_path_means_the_folder_of_the_call(call, gate, tmp_path, monk
         load_file(before / "out")
 
 
-def fail_on(rank, folder, then):
+@matrix(1, rank=[0, 1], then=["wait", "save", "load"])
+@on_ranks(2)
+def test_an_error_surfaces_on_every_rank_at_the_next_call(rank, then, tmp_path):
     io, adapter, _ = make()
     if io.rank == rank:
-        (folder / "m").mkdir()  # a folder takes the file's place once the save is on its way
+        (tmp_path / "m").mkdir()  # a folder takes the file's place once the save is on its way
     real = in_place.write_ranges
 
     def fail(*args):
@@ -122,38 +122,29 @@ def fail_on(rank, folder, then):
             raise OSError(28, "No space left on device")
         real(*args)
 
-    in_place.write_ranges = fail
-    try:
-        io.save_model(adapter, folder / "new" / "m.safetensors", use_async=True)
+    with mock.patch.object(in_place, "write_ranges", fail):
+        io.save_model(adapter, tmp_path / "new" / "m.safetensors", use_async=True)
         next_call = {
             "wait": io.wait,
-            "save": lambda: io.save_model(adapter, folder / "other.safetensors"),
-            "load": lambda: io.load_model(adapter, folder / "other.safetensors"),
+            "save": lambda: io.save_model(adapter, tmp_path / "other.safetensors"),
+            "load": lambda: io.load_model(adapter, tmp_path / "other.safetensors"),
         }[then]
         with pytest.raises(CheckpointError, match="The disk is full"):
             next_call()
-    finally:
-        in_place.write_ranges = real
     io.wait()  # an error is raised once
+    DistCoordinator().block_all()
+    assert [path.name for path in tmp_path.iterdir()] == ["m"], "nothing is left, not even the new folder"
 
 
-@matrix(1, rank=[0, 1], then=["wait", "save", "load"])
-def test_an_error_surfaces_on_every_rank_at_the_next_call(rank, then, tmp_path):
-    run_on_ranks(fail_on, 2, rank, tmp_path, then)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"], "nothing is left, not even the new folder"
-
-
-def snapshot_fails(folder):
+@on_ranks(2)
+def test_a_copy_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path):
     io, adapter, _ = make()
     if io.rank == 1:
-        io.saver.buffers.take = lambda pieces: (_ for _ in ()).throw(MemoryError("no room for the copy"))
-    io.save_model(adapter, folder / "m.safetensors", use_async=True)
+        io.saver.buffers.take = mock.Mock(side_effect=MemoryError("no room for the copy"))
+    io.save_model(adapter, tmp_path / "m.safetensors", use_async=True)
     with pytest.raises(MemoryError, match="no room for the copy"):
         io.wait()
-
-
-def test_a_copy_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path):
-    run_on_ranks(snapshot_fails, 2, tmp_path)
+    DistCoordinator().block_all()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,24 +176,23 @@ def test_destroying_the_process_group_waits(tmp_path):
     io, adapter, _ = make()
     io.save_model(adapter, tmp_path / "m.safetensors", use_async=True)
     DistCoordinator().destroy()
-    assert Path(tmp_path / "m.safetensors").exists()
+    assert (tmp_path / "m.safetensors").exists()
 
 
-class MeetingHook:
-    """Meets when a save has ended, which ranks may hear of in different threads."""
-
-    def __init__(self):
-        self.kinds = []
-
-    @hookimpl
-    def after_save(self, kind):
-        DistCoordinator().block_all(name="after the save")
-        self.kinds.append(kind)
-
-
-def boost_beside_a_save(folder):
+@on_ranks(2)
+def test_meetings_of_the_main_thread_and_of_a_save_do_not_mix(tmp_path):
     rank, real = DistCoordinator().rank, in_place.write_ranges
-    may_write, hook = threading.Event(), MeetingHook()
+    may_write, kinds = threading.Event(), []
+
+    class MeetingHook:
+        """Meets when a save has ended, which ranks may hear of in different threads."""
+
+        @hookimpl
+        def after_save(self, kind):
+            DistCoordinator().block_all(name="after the save")
+            kinds.append(kind)
+
+    hook = MeetingHook()
     register_hooks(hook)
 
     def held_back(*args):
@@ -214,7 +204,7 @@ def boost_beside_a_save(folder):
     model, *_ = booster.boost(nn.Linear(64, 64))
     with mock.patch.object(in_place, "write_ranges", held_back):
         for index in range(3):
-            booster.save_model(model, folder / f"{index}.safetensors", use_async=True)
+            booster.save_model(model, tmp_path / f"{index}.safetensors", use_async=True)
             if rank == 1:
                 time.sleep(0.1)
             booster.boost(nn.Linear(8, 8))
@@ -225,11 +215,7 @@ def boost_beside_a_save(folder):
             booster.wait()
             may_write.clear()
     unregister_hooks(hook)
-    return hook.kinds
-
-
-def test_meetings_of_the_main_thread_and_of_a_save_do_not_mix(tmp_path):
-    assert run_on_ranks(boost_beside_a_save, 2, tmp_path) == [["model"] * 3] * 2
+    assert kinds == ["model"] * 3
     assert {path.name for path in tmp_path.iterdir()} == {f"{index}.safetensors" for index in range(3)}
 
 

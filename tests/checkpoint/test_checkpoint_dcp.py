@@ -8,7 +8,6 @@ import random
 import struct
 from functools import partial
 from io import BytesIO
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from engine_calls import EngineCalls, trained_parts
 from matrix import matrix
+from ranked import on_ranks
 from synthetic_state import LAYOUTS, TENSORS, SyntheticAdapter, value_of
 from torch import nn
 from torch.distributed.checkpoint import filesystem
@@ -33,7 +33,6 @@ from booster_checkpoint.save import dcp as writer
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
-from booster_testing import run_on_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch says so of `no_dist=True`
@@ -44,29 +43,13 @@ pytestmark = [
 LARGE = [("one", (100, 100), torch.float32), ("two", (100, 100), torch.float32)]
 
 
-def save(folder, layout):
-    io = EngineCalls()
-    adapter = SyntheticAdapter(TENSORS, layout)
-    for _ in range(2):  # the second time over the first
-        io.save_model(adapter, Path(folder) / "model", gather_dtensor=False)
-        io.save_optimizer(adapter, Path(folder) / "optimizer", gather_dtensor=False)
-
-
-def load_all(folder, layouts):
-    io = EngineCalls(bucket_bytes=1024)
-    for layout in layouts:
-        adapter = SyntheticAdapter(TENSORS, layout, is_filled=False)
-        io.load_model(adapter, Path(folder) / "model", num_threads=2)
-        io.load_optimizer(adapter, Path(folder) / "optimizer")
-        assert adapter.wrong() == []
-        assert adapter.extra["block._extra_state"]["scale"].tolist() == [2.0, 2.0, 2.0]
-        assert adapter.options == {"lr": 0.5, "betas": (0.9, 0.99)}
-        assert all(adapter.scalars[name] == {"step": 7} for name in adapter.scalars)
-
-
 @matrix(["chunks"], layout=LAYOUTS)
+@on_ranks(2)
 def test_torch_and_we_read_what_we_write(layout, tmp_path):
-    run_on_ranks(save, 2, str(tmp_path), layout)
+    io, adapter = EngineCalls(bucket_bytes=1024), SyntheticAdapter(TENSORS, layout)
+    for _ in range(2):  # the second time over the first
+        io.save_model(adapter, tmp_path / "model", gather_dtensor=False)
+        io.save_optimizer(adapter, tmp_path / "optimizer", gather_dtensor=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "optimizer"]
     state = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in TENSORS}
     state["tied"] = torch.zeros(TENSORS[0][1])
@@ -74,7 +57,14 @@ def test_torch_and_we_read_what_we_write(layout, tmp_path):
     for name, shape, dtype in TENSORS:
         assert torch.equal(state[name], value_of(name, shape, dtype)), name
     assert torch.equal(state["tied"], state["embed.weight"])
-    run_on_ranks(load_all, 2, str(tmp_path), LAYOUTS)
+    for other in LAYOUTS:
+        adapter = SyntheticAdapter(TENSORS, other, is_filled=False)
+        io.load_model(adapter, tmp_path / "model", num_threads=2)
+        io.load_optimizer(adapter, tmp_path / "optimizer")
+        assert adapter.wrong() == []
+        assert adapter.extra["block._extra_state"]["scale"].tolist() == [2.0, 2.0, 2.0]
+        assert adapter.options == {"lr": 0.5, "betas": (0.9, 0.99)}
+        assert all(adapter.scalars[name] == {"step": 7} for name in adapter.scalars)
 
 
 parts = partial(trained_parts, 6, 5, 2)
@@ -181,30 +171,24 @@ def test_a_nested_state_loads_here_too_with_its_tied_names(tmp_path):
         assert torch.equal(optimizers[0].state[one]["exp_avg"], optimizers[1].state[other]["exp_avg"])
 
 
-def fill_disk(tensor, stream):
-    """Write a few bytes, and fail as where there is no room for more."""
-    stream.write(b"half")
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize("number", [0, 1])
+@on_ranks(2)
+def test_a_full_disk_raises_on_every_rank_and_leaves_nothing(number, tmp_path):
+    """One rank can't write more than a few bytes to a file."""
 
+    def fill_disk(tensor, stream):
+        stream.write(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-def save_where_the_disk_is_full(folder, number):
-    """Save on two ranks, one of which can't write more than a few bytes to a file, and return what is raised."""
     coordinator = DistCoordinator()
     adapter = SyntheticAdapter(LARGE, "columns")
+    match = "^" if coordinator.rank == number else f"^rank {number}: "
     with contextlib.ExitStack() as faults:
         if coordinator.rank == number:
             faults.enter_context(mock.patch.object(writer, "_save", fill_disk))
-        with pytest.raises(CheckpointError) as caught:
-            EngineCalls().save_model(adapter, Path(folder) / "new" / "model", gather_dtensor=False)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_full_disk_raises_on_every_rank_and_leaves_nothing(number, tmp_path):
-    for rank, text in enumerate(run_on_ranks(save_where_the_disk_is_full, 2, str(tmp_path), number)):
-        assert "save_model failed at '" in text
-        assert "': No space left on device" in text
-        assert text.startswith(f"rank {number}: ") == (rank != number)
+        with pytest.raises(CheckpointError, match=f"{match}save_model failed at '.*': No space left on device"):
+            EngineCalls().save_model(adapter, tmp_path / "new" / "model", gather_dtensor=False)
+    coordinator.block_all()
     assert not list(tmp_path.iterdir())
 
 

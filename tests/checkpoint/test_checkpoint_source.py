@@ -172,17 +172,6 @@ def test_a_view_in_a_file_of_torch_save_is_read(name, tmp_path):
 # ---- files of torch.save that others have made
 
 
-def in_zip(path, content):
-    """Write a file as torch.save does, with a pickle of our own."""
-    torch.save({"w": torch.ones(3)}, path)
-    with zipfile.ZipFile(path) as file:
-        entries = {name: file.read(name) for name in file.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
-        for name, old in entries.items():
-            file.writestr(name, content if name.endswith("/data.pkl") else old)
-    return path
-
-
 PREFIX = b"\x80\x02}X\x01\x00\x00\x00x"
 HOSTILE = {
     "a deep list": PREFIX + b"]" * 200_000 + b"N" + b"a" * 200_000 + b"s.",
@@ -195,7 +184,13 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.timeout(30)
 def test_a_hostile_pickle_is_refused_at_once(name, tmp_path):
-    path = in_zip(tmp_path / "model.bin", HOSTILE[name])
+    path = tmp_path / "model.bin"
+    torch.save({"w": torch.ones(3)}, path)
+    with zipfile.ZipFile(path) as file:
+        entries = {each: file.read(each) for each in file.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        for each, old in entries.items():
+            file.writestr(each, HOSTILE[name] if each.endswith("/data.pkl") else old)
     with pytest.raises(CheckpointDamagedError) as caught, open_source(path, "model"):
         pass
     assert len(str(caught.value)) < 1000
@@ -260,12 +255,6 @@ def path(model, tmp_path):
     return tmp_path / "model.safetensors"
 
 
-def shard_of(weight, box, flat=None, dtype=torch.float32):
-    shape = tuple(stop - start for start, stop in box) if flat is None else (flat[1] - flat[0],)
-    data = torch.zeros(shape, dtype=dtype)
-    return TensorShard(name="any", global_shape=tuple(weight.shape), dtype=dtype, box=box, flat=flat, data=data)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_are_read_in_the_shards_own_type(dtype, model, path):
     files = CheckpointEngine.open_model(path, model)
@@ -273,8 +262,9 @@ def test_parts_are_read_in_the_shards_own_type(dtype, model, path):
         "weight": (4, 6),
         "bias": (4,),
     }
-    box = shard_of(model.weight, ((1, 3), (2, 6)), dtype=dtype)
-    flat = shard_of(model.weight, ((0, 4), (1, 5)), flat=(3, 14), dtype=dtype)
+    about = {"name": "any", "global_shape": (4, 6), "dtype": dtype}
+    box = TensorShard(**about, box=((1, 3), (2, 6)), data=torch.zeros(2, 4, dtype=dtype))
+    flat = TensorShard(**about, box=((0, 4), (1, 5)), flat=(3, 14), data=torch.zeros(11, dtype=dtype))
     for _ in range(2):  # opened again as often as one likes
         with files:
             files.read("weight", box)

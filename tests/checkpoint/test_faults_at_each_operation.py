@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from file_faults import FileFaults
+from ranked import on_ranks
 from resumable import ResumableRun as Run
 
 from booster_checkpoint.run.manifest import verify_folder
@@ -24,7 +25,6 @@ from booster_core.errors import (
     CheckpointUnreadableError,
 )
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_testing import run_on_ranks
 
 READING = ("open", "stat", "list", "read")
 WRITING = (*READING, "write", "sync", "rename", "remove", "mkdir")
@@ -137,17 +137,26 @@ def about_error(action, error, root, before, after):
     return [f"{each}: {shown}" for each in wrong]
 
 
-def sweep(folder, action, operation, cases, every):
-    """Fail each operation in turn, or every third one; return how many failed, and what is wrong, in words.
+def cells():
+    for action, operations in ACTIONS.items():
+        for operation in operations:
+            for is_whole in (False, True):
+                name = f"{action}-{operation}{'-all' if is_whole else ''}"
+                marks = [pytest.mark.slow] if is_whole else []
+                yield pytest.param(action, operation, is_whole, id=name, marks=marks)
 
-    Collective: every rank.
-    """
+
+@pytest.mark.parametrize(("action", "operation", "is_whole"), list(cells()))
+@on_ranks(2, timeout_seconds=1200)
+def test_a_fault_at_each_operation(action, operation, is_whole, tmp_path):
+    """Each operation fails in turn, or every fifth one; what is wrong is told in words."""
+    cases, every = (ALL, 1) if is_whole else (QUICK, 5)
     world = DistCoordinator()
-    source, complaints, total = f"{folder}/source", [], 0
+    source, complaints = f"{tmp_path}/source", []
     prepare(source)
     for code, is_lasting, failing_rank in cases:
         for number in itertools.count(1, every):
-            root = f"{folder}/root"
+            root = f"{tmp_path}/root"
             if action in ("load_checkpoint", "load_model", "has_checkpoint"):
                 root = source
             elif world.rank == 0:
@@ -168,8 +177,8 @@ def sweep(folder, action, operation, cases, every):
             told = world.all_gather_object((faults.hit, type(error).__name__, wrong))
             hit = told[failing_rank][0]
             if hit is None:
+                assert not wrong, "it goes wrong where nothing fails"
                 break
-            total += 1
             if len({kind for _, kind, _ in told}) > 1:
                 wrong.append(f"ends differently on each rank: {[kind for _, kind, _ in told]}")
             if action.startswith("save"):
@@ -178,21 +187,4 @@ def sweep(folder, action, operation, cases, every):
             often, where = " for good" if is_lasting else "", hit.replace(root, "ROOT")
             name = f"{errno.errorcode[code]}{often} on rank {failing_rank}, {where} ({number})"
             complaints += [f"{name}: {each}" for each in wrong]
-    return total, complaints
-
-
-def cells():
-    for action, operations in ACTIONS.items():
-        for operation in operations:
-            for is_whole in (False, True):
-                name = f"{action}-{operation}{'-all' if is_whole else ''}"
-                marks = [pytest.mark.slow] if is_whole else []
-                yield pytest.param(action, operation, is_whole, id=name, marks=marks)
-
-
-@pytest.mark.parametrize(("action", "operation", "is_whole"), list(cells()))
-def test_a_fault_at_each_operation(action, operation, is_whole, tmp_path):
-    cases, every = (ALL, 1) if is_whole else (QUICK, 5)
-    results = run_on_ranks(sweep, 2, str(tmp_path), action, operation, cases, every, timeout_seconds=1200)
-    found = dict.fromkeys(complaint for _, complaints in results for complaint in complaints)
-    assert not found, "\n".join(found)
+    assert not complaints, "\n".join(complaints)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from engine_calls import EngineCalls
 from engine_calls import load_module as load
+from ranked import raises_on_ranks
 from reference_plugins import ReferencePlugin
 from safetensors.torch import save_file
 from torch import nn
@@ -13,7 +14,6 @@ from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
-from booster_testing import expect_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 
 pytestmark = [
@@ -176,7 +176,8 @@ def test_nested_folders_of_torch(names, flat, tmp_path, monkeypatch):
     torch.testing.assert_close(other.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
 
 
-def rename_badly_on_one_rank(path):
+@raises_on_ranks(KeyError, "0.bias", 2)
+def test_a_function_that_fails_on_one_rank_raises_on_all(tmp_path):
     def rename(name):
         if DistCoordinator().rank == 1:
             raise KeyError(name)
@@ -184,12 +185,8 @@ def rename_badly_on_one_rank(path):
 
     booster, model = Booster("cpu", None, ReferencePlugin()), make(1)
     model, *_ = booster.boost(model)
-    booster.load_model(model, path, rename=rename)
-
-
-def test_a_function_that_fails_on_one_rank_raises_on_all(tmp_path):
-    path = write(tmp_path / "m.safetensors")
-    expect_on_ranks(KeyError, "0.bias", rename_badly_on_one_rank, 2, str(path))
+    booster.save_model(model, tmp_path / "m.safetensors")
+    booster.load_model(model, tmp_path / "m.safetensors", rename=rename)
 
 
 def test_a_path_below_home_is_not_a_folder_of_that_name(tmp_path, monkeypatch):

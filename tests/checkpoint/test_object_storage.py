@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from unittest import mock
 
 import pytest
 from packaging.version import Version
@@ -370,36 +371,18 @@ def test_other_object_stores_ask_for_their_credentials(scheme, monkeypatch):
     assert key == "run/a"
 
 
-class Refusing:
-    """Stands for obstore: keeps some parts, as those on their way, and refuses what comes after them."""
-
-    def __init__(self, num_kept):
-        self.num_kept, self.parts = num_kept, []
-
-    def open_writer(self, *_, **__):
-        return self
-
-    def write(self, part):
-        if len(self.parts) == self.num_kept:
-            raise ConnectionError(len(part))
-        self.parts.append(part)
-
-    def closed(self):
-        return False
-
-    def close(self):
-        raise ConnectionError
-
-    def __exit__(self, *_):
-        raise ConnectionError
-
-
 @pytest.mark.parametrize("num_kept", [0, 2, 3])
 @pytest.mark.timeout(30)
 def test_errors_that_are_kept_keep_no_upload_waiting(num_kept):
+    """Some parts are kept, as those on their way, and what comes after them is refused."""
     kept = []
     for _ in range(2 * obstore_storage.PARTS_IN_FLIGHT):
-        stream = obstore_storage._ObjectStream(Refusing(num_kept), None, "key", 3 * obstore_storage.PART_BYTES)
+        store = mock.MagicMock()  # which holds what it was called with
+        upload = store.open_writer.return_value
+        upload.write.side_effect = [None] * num_kept + [ConnectionError] * 9
+        upload.closed.return_value = False
+        upload.close.side_effect = upload.__exit__.side_effect = ConnectionError
+        stream = obstore_storage._ObjectStream(store, None, "key", 3 * obstore_storage.PART_BYTES)
         try:
             for _ in range(3):
                 stream.write(memoryview(bytes(obstore_storage.PART_BYTES)))

@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 from named_plugins import make_model, plugin_named
-from safetensors.torch import save_file
+from ranked import on_ranks
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from booster_checkpoint.load import open_source
 from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.ranks import DistCoordinator
-from booster_testing import run_on_ranks
 
 WHOLE = {"rows": torch.arange(30.0).reshape(5, 6), "columns": torch.arange(40).reshape(4, 10), "one": torch.tensor(2.5)}
 
@@ -89,8 +89,9 @@ def test_what_is_not_one_save_is_refused(spoil, tmp_path):
     assert "elete" not in str(caught.value)
 
 
-def write_by_torch(folder):
-    """Write a tensor split by rows, one by columns, and one whole, by torch's own writer."""
+@on_ranks(2)
+def test_what_torch_writes_is_read(tmp_path):
+    """A tensor split by rows, one by columns, and one whole."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -100,11 +101,8 @@ def write_by_torch(folder):
         "columns": distribute_tensor(WHOLE["columns"], mesh, [Shard(1)]),
         "one": WHOLE["one"],
     }
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True))
-
-
-def test_what_torch_writes_is_read(tmp_path):
-    run_on_ranks(write_by_torch, 2, tmp_path / "model")
+    writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path / "model"), save_distributed=True)
+    dcp.save(state, storage_writer=writer)
     with open_source(tmp_path / "model", "model") as source:
         for key, whole in WHOLE.items():
             assert torch.equal(source.read_whole(key), whole)
@@ -150,71 +148,63 @@ def train_by_transformers(folder, sizes):
         torch.save(whole, folder / "expected.pt")
 
 
-def load_into_booster(name, folder):
-    model = make_model()
-    booster = Booster("cpu", plugin=plugin_named(name))
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.5))
-    for form in ("parts", "consolidated"):
-        with torch.no_grad(), boosted.whole_parameters(writes=True):
-            for parameter in boosted.parameters():
-                parameter.zero_()
-        booster.load_model(boosted, folder / form)
-        booster.save_model(boosted, folder / f"{name}-{form}.safetensors")
-    booster.load_optimizer(optimizer, folder / "optimizer")
-    booster.save_optimizer(optimizer, folder / f"{name}-optimizer.safetensors")
-    return optimizer.param_groups[0]["lr"]
+@pytest.fixture
+def distributing():
+    pytest.importorskip("transformers", "5.20", reason="earlier ones have another configuration")
 
 
+@pytest.mark.usefixtures("distributing")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("sizes", [pytest.param({"fsdp_size": 2}, marks=pytest.mark.slow), {"tp_size": 2}], ids=str)
-def test_what_transformers_trained_loads_with_its_optimizer(sizes, tmp_path, monkeypatch):
-    pytest.importorskip("transformers", "5.20", reason="earlier ones have another configuration")
-    from safetensors.torch import load_file
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # torch sets it for good on import
-    run_on_ranks(train_by_transformers, 2, tmp_path, sizes)
-    model, optimizer = torch.load(tmp_path / "expected.pt", weights_only=True)
+@on_ranks(2)
+def test_what_transformers_trained_loads_with_its_optimizer(sizes, tmp_path):
+    train_by_transformers(tmp_path, sizes)
+    DistCoordinator().block_all()
+    whole, of_optimizer = torch.load(tmp_path / "expected.pt", weights_only=True)
     for name in ("zero", "gemini", "fsdp"):
-        assert run_on_ranks(load_into_booster, 2, name, tmp_path) == [0.01, 0.01]
+        model = make_model()
+        booster = Booster("cpu", plugin=plugin_named(name))
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.5))
         for form in ("parts", "consolidated"):
+            with torch.no_grad(), boosted.whole_parameters(writes=True):
+                for parameter in boosted.parameters():
+                    parameter.zero_()
+            booster.load_model(boosted, tmp_path / form)
+            booster.save_model(boosted, tmp_path / f"{name}-{form}.safetensors")
             found = load_file(tmp_path / f"{name}-{form}.safetensors")
-            assert all(torch.equal(model[key], tensor) for key, tensor in found.items())
+            assert all(torch.equal(whole[key], tensor) for key, tensor in found.items())
             assert len(found) >= len(make_model().state_dict()) - 1  # the head may be tied
+        booster.load_optimizer(optimizer, tmp_path / "optimizer")
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        booster.save_optimizer(optimizer, tmp_path / f"{name}-optimizer.safetensors")
         states = load_file(tmp_path / f"{name}-optimizer.safetensors")
-        expected = {f"{key}/{state}": value for key, of in optimizer["state"].items() for state, value in of.items()}
+        expected = {f"{key}/{state}": value for key, of in of_optimizer["state"].items() for state, value in of.items()}
         found = {key: value for key, value in states.items() if not key.endswith("/step")}
         assert {key for key in expected if not key.endswith("/step")} == found.keys()
         assert all(torch.equal(expected[key], value) for key, value in found.items())
 
 
-def save_by_booster(name, folder):
-    model = make_model()
-    booster = Booster("cpu", plugin=plugin_named(name))
-    boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-    booster.save_model(boosted, folder / name, shard=True)
-    if DistCoordinator().is_master():
-        model.config.save_pretrained(folder / name)
-
-
-def load_by_transformers(folder, sizes):
+@pytest.mark.usefixtures("distributing")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["zero", "fsdp"])
+@on_ranks(2)
+def test_transformers_distributes_what_we_save(name, tmp_path):
     import torch.distributed.checkpoint.state_dict as states
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    options = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    found = states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True))
-    if DistCoordinator().is_master():
-        expected = make_model().state_dict()
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[key], found[key]) for key in expected)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["zero", "fsdp"])
-def test_transformers_distributes_what_we_save(name, tmp_path, monkeypatch):
-    pytest.importorskip("transformers", "5.20", reason="earlier ones have another configuration")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # torch sets it for good on import
-    run_on_ranks(save_by_booster, 2, name, tmp_path)
+    coordinator, model = DistCoordinator(), make_model()
+    booster = Booster("cpu", plugin=plugin_named(name))
+    boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    booster.save_model(boosted, tmp_path, shard=True)
+    if coordinator.is_master():
+        model.config.save_pretrained(tmp_path)
+    coordinator.block_all()
+    expected = make_model().state_dict()
     for sizes in ({}, {"fsdp_size": 2}, {"tp_size": 2}):
-        run_on_ranks(load_by_transformers, 2, tmp_path / name, sizes)
+        options = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+        found = states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True))
+        if coordinator.is_master():
+            assert expected.keys() == found.keys()
+            assert all(torch.equal(expected[key], found[key]) for key in expected)

@@ -7,12 +7,15 @@ import errno
 import itertools
 import os
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from engine_calls import EngineCalls, on_hosts, on_hosts_with_disks_of_their_own
 from matrix import matrix
+from ranked import on_ranks
 from synthetic_state import SyntheticAdapter, value_of
 
 from booster_checkpoint import ModelPart, OptimizerPart
@@ -21,7 +24,6 @@ from booster_checkpoint.save import in_place
 from booster_checkpoint.save.owners import OwnerWrite
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_testing import expect_on_ranks, run_on_ranks
 
 TENSORS = [
     ("embed.weight", (33, 20), torch.float32),
@@ -34,35 +36,43 @@ TENSORS = [
 ]
 
 
-def adapter_of(layout, **options):
-    return SyntheticAdapter(TENSORS, layout, **options)
-
-
 def parts_of(adapter):
     """Return a model and an optimizer in many small files."""
     names = FileNames(base="model"), FileNames(base="optimizer")
     return ModelPart(adapter, names[0], max_bytes=600), OptimizerPart(adapter, names[1], max_bytes=900)
 
 
-def save_extra_state_of_the_second_stage(folder, hosts):
-    adapter = adapter_of("stages")
-    if DistCoordinator().rank == 0:
-        adapter.extra = {}
+def save(folder, hosts, adapter=None, **options):
+    """Save on hosts that see the same folder."""
+    io = EngineCalls(bucket_bytes=1024)
     with on_hosts(hosts):
-        EngineCalls().save_model(adapter, Path(folder) / "one.bin", use_safetensors=False)
+        io.write_folder("save", folder, parts_of(adapter or SyntheticAdapter(TENSORS, "columns")), **options)
+    return io
 
 
+def assert_loads(folder):
+    io, adapter = EngineCalls(), SyntheticAdapter(TENSORS, "columns", is_filled=False)
+    io.load_model(adapter, folder)
+    io.load_optimizer(adapter, folder)
+    assert adapter.wrong() == []
+
+
+@on_ranks(2)
 def test_wide_tensors_of_extra_state_follow_narrow_ones_to_the_host_that_writes(tmp_path):
     """`torch.save` files have them last, here after 31 bytes of a mask that the same rank sends."""
-    run_on_ranks(save_extra_state_of_the_second_stage, 2, str(tmp_path), [0, 1])
+    adapter = SyntheticAdapter(TENSORS, "stages")
+    if DistCoordinator().rank == 0:
+        adapter.extra = {}
+    with on_hosts([0, 1]):
+        EngineCalls().save_model(adapter, tmp_path / "one.bin", use_safetensors=False)
     saved = torch.load(tmp_path / "one.bin")
     assert saved.pop("block._extra_state")["scale"].tolist() == [2.0, 2.0, 2.0]
     expected = {name: value_of(name, shape, dtype) for name, shape, dtype in TENSORS}
     torch.testing.assert_close(saved, expected, rtol=0, atol=0)
 
 
-def recorded_save(folder, hosts):
-    """Save; return the ranges of each file of tensors that this rank wrote, and the names of those that it read."""
+@on_ranks(4)
+def test_each_file_has_one_writer_and_the_hosts_share_the_files(tmp_path):
     real_write, real_read = os.pwrite, os.pread
     written, read = defaultdict(list), set()
 
@@ -77,58 +87,21 @@ def recorded_save(folder, hosts):
         read.add(name_of(descriptor))
         return real_read(descriptor, size, offset)
 
-    with (
-        mock.patch.object(in_place.os, "pwrite", write),
-        mock.patch.object(in_place.os, "pread", pread),
-        on_hosts(hosts),
-    ):
-        io = EngineCalls(bucket_bytes=1024)
-        io.write_folder("save", Path(folder), parts_of(adapter_of("columns")), checksums=True)
-    return {name: ranges for name, ranges in written.items() if "-of-" in name}, read
-
-
-def test_each_file_has_one_writer_and_the_hosts_share_the_files(tmp_path):
-    results = run_on_ranks(recorded_save, 4, str(tmp_path), [0, 0, 1, 1])
-    writers = [set(written) for written, _ in results]
+    with mock.patch.object(in_place.os, "pwrite", write), mock.patch.object(in_place.os, "pread", pread):
+        save(tmp_path, [0, 0, 1, 1], checksums=True)
+    tensors = {name: ranges for name, ranges in written.items() if "-of-" in name}
+    writers = DistCoordinator().all_gather_object(set(tensors))
     assert sum(map(len, writers)) == len(set().union(*writers)), "a file has two writers"
     assert all(writers), "a rank writes nothing"
     sizes = [len(names) for names in writers]
     assert max(sizes) - min(sizes) <= 1
-    for written, read in results:
-        for name, ranges in written.items():
-            assert ranges[0][0] == 0
-            assert all(first[1] == second[0] for first, second in itertools.pairwise(ranges)), name
-        assert not read & written.keys(), "checksums are those of memory"
+    for name, ranges in tensors.items():
+        assert ranges[0][0] == 0
+        assert all(first[1] == second[0] for first, second in itertools.pairwise(ranges)), name
+    assert not read & tensors.keys(), "checksums are those of memory"
 
 
 # ---- what may go wrong
-
-
-def save_over(folder, hosts, failing_rank, kind):
-    """Save; then save other values while one rank fails; return the error."""
-    adapter = adapter_of("columns", is_filled=False)
-    with on_hosts(hosts):
-        io = EngineCalls(bucket_bytes=1024)
-        io.write_folder("save", Path(folder), parts_of(adapter_of("columns")))
-        is_failing = DistCoordinator().rank == failing_rank
-        real_write, real_shards = os.pwrite, adapter.model_shards
-
-        def write(descriptor, content, offset):
-            if is_failing:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real_write(descriptor, content, offset)
-
-        def shards():
-            yield next(real_shards())
-            raise OSError(errno.EIO, "The offloaded values cannot be read")
-
-        with mock.patch.object(in_place.os, "pwrite", write if kind == "write" else real_write):
-            parts = parts_of(adapter)[:1]
-            if is_failing and kind == "list":
-                parts[0].extra_shards = shards
-            if is_failing and kind == "send":
-                adapter._model[0] = Unreadable(adapter._model[0])
-            io.write_folder("save", Path(folder), parts)
 
 
 class Unreadable:
@@ -150,22 +123,40 @@ class Unreadable:
     **{"kind, match": [("write", "The disk is full"), ("list", "cannot be read"), ("send", "meta")]},
     failing_rank=[0, 1, 2],
 )
+@on_ranks(3)
 def test_a_failure_on_one_rank_keeps_the_old_checkpoint(kind, match, failing_rank, tmp_path):
-    error = NotImplementedError if kind == "send" else CheckpointError
-    expect_on_ranks(error, match, save_over, 3, str(tmp_path), [0, 1, 1], failing_rank, kind)
+    save(tmp_path, [0, 1, 1])
+    adapter, io = SyntheticAdapter(TENSORS, "columns", is_filled=False), EngineCalls(bucket_bytes=1024)
+    parts = parts_of(adapter)[:1]
+    is_failing = DistCoordinator().rank == failing_rank
+    real_write, real_shards = os.pwrite, adapter.model_shards
+
+    def write(descriptor, content, offset):
+        if is_failing and kind == "write":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(descriptor, content, offset)
+
+    def shards():
+        yield next(real_shards())
+        raise OSError(errno.EIO, "The offloaded values cannot be read")
+
+    if is_failing and kind == "list":
+        parts[0].extra_shards = shards
+    if is_failing and kind == "send":
+        adapter._model[0] = Unreadable(adapter._model[0])
+    with (
+        on_hosts([0, 1, 1]),
+        mock.patch.object(in_place.os, "pwrite", write),
+        pytest.raises(NotImplementedError if kind == "send" else CheckpointError, match=match),
+    ):
+        io.write_folder("save", tmp_path, parts)
+    DistCoordinator().block_all()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    assert run_on_ranks(loads, 3, str(tmp_path)) == [[], [], []]
+    assert_loads(tmp_path)
 
 
-def loads(folder):
-    io, adapter = EngineCalls(), adapter_of("columns", is_filled=False)
-    io.load_model(adapter, folder)
-    io.load_optimizer(adapter, folder)
-    return adapter.wrong()
-
-
-def save_where_hosts_have_folders_of_their_own(folder, hosts):
-    """Save while ranks of other hosts than rank 0's do not see its folder; return the files that this rank wrote."""
+@on_ranks(4)
+def test_hosts_without_a_shared_folder_leave_all_files_to_the_host_of_rank_0(tmp_path):
     written, real_run = set(), OwnerWrite.run
 
     def run(self, group):
@@ -173,63 +164,46 @@ def save_where_hosts_have_folders_of_their_own(folder, hosts):
         written.update(told)
         return told
 
-    with mock.patch.object(OwnerWrite, "run", run), on_hosts_with_disks_of_their_own(hosts):
+    with mock.patch.object(OwnerWrite, "run", run), on_hosts_with_disks_of_their_own([0, 0, 1, 1]):
         io = EngineCalls(bucket_bytes=1024)
-        io.write_folder("save", Path(folder), parts_of(adapter_of("columns")))
-    return sorted(written)
+        io.write_folder("save", tmp_path, parts_of(SyntheticAdapter(TENSORS, "columns")))
+    assert bool(written) == (DistCoordinator().rank < 2)
+    assert_loads(tmp_path)
 
 
-def test_hosts_without_a_shared_folder_leave_all_files_to_the_host_of_rank_0(tmp_path):
-    first, second, *others = run_on_ranks(save_where_hosts_have_folders_of_their_own, 4, str(tmp_path), [0, 0, 1, 1])
-    assert first
-    assert second
-    assert others == [[], []]
-    assert run_on_ranks(loads, 2, str(tmp_path)) == [[], []]
-
-
-def save_and_lose(folder):
-    """Save while a file that rank 1 has written does not reach rank 0."""
+@on_ranks(2)
+def test_a_file_that_rank_0_does_not_see_is_an_error_before_the_commit(tmp_path):
     real = OwnerWrite.run
 
     def run(self, group):
         told = real(self, group)
         if DistCoordinator().rank == 1:
-            next(path for path in Path(folder).iterdir() if "model-00002" in path.name).unlink()
+            next(path for path in (tmp_path / "m").iterdir() if "model-00002" in path.name).unlink()
         return told
 
-    with mock.patch.object(OwnerWrite, "run", run), on_hosts([0, 1]):
-        io = EngineCalls(bucket_bytes=1024)
-        io.write_folder("save", Path(folder), parts_of(adapter_of("columns")))
-
-
-def test_a_file_that_rank_0_does_not_see_is_an_error_before_the_commit(tmp_path):
-    expect_on_ranks(CheckpointError, "the hosts do not see the same files", save_and_lose, 2, str(tmp_path / "m"))
+    with (
+        mock.patch.object(OwnerWrite, "run", run),
+        pytest.raises(CheckpointError, match="the hosts do not see the same files"),
+    ):
+        save(tmp_path / "m", [0, 1])
+    DistCoordinator().block_all()
     assert list(tmp_path.iterdir()) == []
 
 
-class OneStage(SyntheticAdapter):
-    """An adapter that shows each shard in the same memory, as one that fetches values from a disk does."""
-
-    keeps_values = False
-
-    def model_shards(self):
-        from dataclasses import replace
-
-        stage = torch.empty(1 << 16, dtype=torch.uint8)
-        for shard in super().model_shards():
-            data = stage[: shard.data.nbytes].view(shard.dtype).view(shard.data.shape)
-            yield replace(shard, data=data.copy_(shard.data))
-            stage.fill_(255)
-
-
-def save_staged(folder, hosts):
-    adapter = OneStage(TENSORS, "columns")
-    with on_hosts(hosts):
-        io = EngineCalls(bucket_bytes=1024)
-        io.write_folder("save", Path(folder), parts_of(adapter))
-    return io.saver.buffers.nbytes
-
-
+@on_ranks(2)
 def test_values_that_do_not_stay_are_copied_first(tmp_path):
-    assert run_on_ranks(save_staged, 2, str(tmp_path), [0, 1]) == [0, 0], "the copy is kept"
-    assert run_on_ranks(loads, 2, str(tmp_path)) == [[], []]
+    class OneStage(SyntheticAdapter):
+        """An adapter that shows each shard in the same memory, as one that fetches values from a disk does."""
+
+        keeps_values = False
+
+        def model_shards(self):
+            stage = torch.empty(1 << 16, dtype=torch.uint8)
+            for shard in super().model_shards():
+                data = stage[: shard.data.nbytes].view(shard.dtype).view(shard.data.shape)
+                yield replace(shard, data=data.copy_(shard.data))
+                stage.fill_(255)
+
+    io = save(tmp_path, [0, 1], OneStage(TENSORS, "columns"))
+    assert io.saver.buffers.nbytes == 0, "the copy is kept"
+    assert_loads(tmp_path)

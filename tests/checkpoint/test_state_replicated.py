@@ -270,32 +270,28 @@ def scheduled(kind):
     return optimizer, SCHEDULERS[kind](optimizer)
 
 
-def advance(optimizer, scheduler, steps):
-    rates = []
-    for _ in range(steps):
-        optimizer.step()
-        if isinstance(scheduler, lrs.ReduceLROnPlateau):
-            scheduler.step(1.0)
-        else:
-            scheduler.step()
-        rates.append(optimizer.param_groups[0]["lr"])
-    return rates
-
-
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_loaded_scheduler_goes_on(kind, tmp_path):
+    def advance(steps):
+        rates = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step(*([1.0] if isinstance(scheduler, lrs.ReduceLROnPlateau) else []))
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
     io = EngineCalls()
     optimizer, scheduler = scheduled(kind)
-    advance(optimizer, scheduler, 3)
+    advance(3)
     io.save_lr_scheduler(scheduler, tmp_path / "s.json")
     rate = optimizer.param_groups[0]["lr"]
-    expected = advance(optimizer, scheduler, 5)
+    expected = advance(5)
     json.loads((tmp_path / "s.json").read_text(), parse_constant=pytest.fail)
 
     optimizer, scheduler = scheduled(kind)
     io.load_lr_scheduler(scheduler, tmp_path / "s.json")
     optimizer.param_groups[0]["lr"] = rate  # which the optimizer's own checkpoint holds
-    assert advance(optimizer, scheduler, 5) == expected
+    assert advance(5) == expected
 
 
 def test_the_state_of_another_kind_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from file_faults import flip_bit
 from folder_storage import FolderStorage, StorageHooks
 from matrix import matrix
 from ranked import on_ranks
@@ -75,9 +76,12 @@ def test_a_storage_that_ranks_do_not_share_is_refused():
     expect_on_ranks(CheckpointError, match, train_save_resume, 2, "memory://alone", True)
 
 
-def save_and_load_model(base, folder=None, use_async=False):
-    if folder is not None:
-        register_hooks(StorageHooks(FolderStorage(folder)))
+@matrix(["1-memory-True", "2-file-False"], **{"world_size, scheme": PLACES}, use_async=[False, True])
+@on_ranks("world_size")
+def test_models_and_optimizers_at_a_url(world_size, scheme, use_async, tmp_path):
+    if scheme == "ours":
+        register_hooks(StorageHooks(FolderStorage(str(tmp_path))))
+    base = f"file://{tmp_path}" if scheme == "file" else f"{scheme}://parts-{use_async}"
     run, other = Run(), Run(seed=1)
     run.train(2)
     run.booster.save_model(run.model, f"{base}/folder", shard=True, use_async=use_async)
@@ -97,13 +101,6 @@ def save_and_load_model(base, folder=None, use_async=False):
     ema = booster_runtime.ema(run.booster, run.model)
     ema.save(f"{base}/ema", shard=True)
     ema.load(f"{base}/ema")
-
-
-@matrix(["1-memory-True", "2-file-False"], **{"world_size, scheme": PLACES}, use_async=[False, True])
-def test_models_and_optimizers_at_a_url(world_size, scheme, use_async, tmp_path):
-    folder = str(tmp_path) if scheme == "ours" else None
-    base = f"file://{tmp_path}" if scheme == "file" else f"{scheme}://parts-{use_async}"
-    run_on_ranks(save_and_load_model, world_size, base, folder, use_async)
 
 
 def test_a_hook_brings_a_storage_and_the_index_and_manifest_come_last(ours):
@@ -146,28 +143,26 @@ def test_an_upload_that_was_cut_off_is_no_step_and_is_cleared_away(ours):
     assert not any(name.startswith("step-00000001/") for name in ours.list("ours://runs/b"))
 
 
-class LateStorage(FolderStorage):
-    """Lists some objects late; whoever asks for them finds them."""
+def test_a_step_that_is_listed_late_is_resumed_from_and_stays(ours):
+    """Whoever asks for its objects finds them."""
+    root, run, real = "ours://run", Run(), ours.list
 
-    late = ()
+    def without(*late):
+        def listed(url):
+            return {key: size for key, size in real(url).items() if not key or not f"{url}/{key}".endswith(late)}
 
-    def list(self, url):
-        listed = super().list(url)
-        return {key: size for key, size in listed.items() if not key or not f"{url}/{key}".endswith(self.late)}
+        return listed
 
-
-def test_a_step_that_is_listed_late_is_resumed_from_and_stays(serve):
-    root, run, late = "ours://run", Run(), serve(LateStorage)
     for run.step in (1, 2):
         run.save(root)
-    late.late = ("step-00000002/manifest.json",)
+    ours.list = without("step-00000002/manifest.json")
     assert Run().load(root, resume=True).step == 2
     run.step = 3
     run.save(root)
-    late.late = ()
+    ours.list = real
     assert open_run(root).steps() == ["step-00000001", "step-00000002", "step-00000003"]
-    newest = late.base / "run" / "step-00000003"
-    late.late = tuple(f"{newest.name}/{path.relative_to(newest).as_posix()}" for path in newest.rglob("*"))
+    newest = ours.base / "run" / "step-00000003"
+    ours.list = without(*(f"{newest.name}/{path.relative_to(newest).as_posix()}" for path in newest.rglob("*")))
     assert Run().load(root, resume=True).step == 3
 
 
@@ -175,18 +170,10 @@ def test_a_flipped_bit_at_a_url_is_found(ours):
     run = Run()
     for run.step in (1, 2):
         run.save("ours://runs/c")
-    path = ours.base / "runs/c/step-00000002/model/model-00001-of-00001.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
+    flip_bit(ours.base / "runs/c/step-00000002/model/model-00001-of-00001.safetensors", -5)
     with pytest.raises(CheckpointError, match=r"model-00001.* has the checksum .* load it with `step=1`"):
         Run().load("ours://runs/c")
     assert Run().load("ours://runs/c", step=1).step == 1
-
-
-def load_missing(url):
-    run = Run()
-    run.booster.load_model(run.model, url)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +183,11 @@ def load_missing(url):
         ("nope://a/b", "No storage is known for 'nope://'"),
     ],
 )
+@on_ranks(2)
 def test_a_url_without_a_model_or_a_storage_is_an_error_on_every_rank(url, message):
-    expect_on_ranks(CheckpointError, message, load_missing, 2, url)
+    run = Run()
+    with pytest.raises(CheckpointError, match=message):
+        run.booster.load_model(run.model, url)
 
 
 @pytest.mark.parametrize(

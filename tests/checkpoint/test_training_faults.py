@@ -10,8 +10,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from click.testing import CliRunner
+from file_faults import flip_bit
+from ranked import on_ranks, raises_on_ranks
 from resumable import ResumableRun as Run
 
 import booster_runtime
@@ -22,6 +23,7 @@ from booster_core.cli import main
 from booster_core.errors import CheckpointError, CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
 
 FILES = [
     "model/model-00001-of-00001.safetensors",
@@ -45,12 +47,6 @@ def save_steps(root, numbers, width=32):
 def load(root, options):
     run = Run()
     return run.load(root, **options).step
-
-
-def flip_bit(path):
-    content = bytearray(path.read_bytes())
-    content[-20] ^= 4
-    path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +75,7 @@ def edit_step(path):
 
 
 DAMAGE = {  # what is done to a file of a step, and what is said of it
-    **{f"flipped {name}": (name, flip_bit, f"'{name}' has the checksum") for name in FILES},
+    **{f"flipped {name}": (name, partial(flip_bit, position=-20), f"'{name}' has the checksum") for name in FILES},
     "truncated": (FILES[0], partial(cut, end=-8), rf"'{FILES[0]}' has \d+ bytes, and was saved with \d+"),
     "missing": (FILES[4], Path.unlink, f"'{FILES[4]}' cannot be found"),
     **{f"manifest up to {end}": (MANIFEST, partial(cut, end=end), r"manifest\.json'") for end in (0, 200, -3)},
@@ -104,7 +100,7 @@ def test_damage_is_named_with_the_step_to_load_and_by_inspect(name, root):
 
 
 def test_without_verify_contents_are_taken_as_they_are_but_not_their_size(root):
-    flip_bit(root / LATEST / FILES[0])
+    flip_bit(root / LATEST / FILES[0], -20)
     assert run_on_ranks(load, 2, str(root), {"verify": False}) == [6, 6]
     cut(root / LATEST / FILES[0], -8)
     expect_on_ranks(CheckpointError, "has .* bytes, and was saved with", load, 2, str(root), {"verify": False})
@@ -123,7 +119,7 @@ def test_a_file_latest_that_names_no_step_is_an_error(content, root):
     ("damage", "step"),
     [
         (lambda root: None, 6),
-        (lambda root: flip_bit(root / LATEST / FILES[0]), 3),
+        (lambda root: flip_bit(root / LATEST / FILES[0], -20), 3),
         (lambda root: (root / LATEST / FILES[-2]).unlink(), 3),
         (lambda root: (root / LATEST / MANIFEST).write_bytes(b"{"), 3),
         (lambda root: (root / "latest").write_bytes(b"\xff"), 6),
@@ -149,7 +145,7 @@ def test_an_older_step_that_cannot_be_read_stops_no_run(root, monkeypatch):
 
 
 def test_newest_whole_says_what_it_leaves_out(root, caplog):
-    flip_bit(root / LATEST / FILES[0])
+    flip_bit(root / LATEST / FILES[0], -20)
     assert load(root, {"step": "newest-whole"}) == 3
     assert f"'{FILES[0]}' has the checksum" in caplog.text
     assert "Trying 'step-00000003' instead." in caplog.text
@@ -158,46 +154,42 @@ def test_newest_whole_says_what_it_leaves_out(root, caplog):
 def test_newest_whole_prefers_the_steps_before_the_latest(root):
     (root / "latest").write_text("step-00000003\n")  # the run went back
     assert run_on_ranks(load, 2, str(root), {"step": "newest-whole"}) == [3, 3]
-    flip_bit(root / "step-00000003" / FILES[0])
+    flip_bit(root / "step-00000003" / FILES[0], -20)
     assert run_on_ranks(load, 2, str(root), {"step": "newest-whole"}) == [6, 6]
 
 
 def test_newest_whole_without_a_whole_step_is_an_error(root, tmp_path):
     for step in ("step-00000003", "step-00000006"):
-        flip_bit(root / step / FILES[0])
+        flip_bit(root / step / FILES[0], -20)
     options = {"step": "newest-whole"}
     expect_on_ranks(CheckpointError, "No other step there is whole", load, 2, str(root), options)
     expect_on_ranks(CheckpointError, "There is no checkpoint in", load, 2, str(tmp_path / "absent"), options)
 
 
-def load_with_average(root):
+@raises_on_ranks(CheckpointError, "step-00000006' was saved without 'ema'", 2)
+def test_newest_whole_goes_back_from_damage_alone(root):
     run = Run()
     average = booster_runtime.ema(run.booster, run.model)
     run.booster.load_checkpoint(root, step="newest-whole", **run.objects(), ema=average)
 
 
-def test_newest_whole_goes_back_from_damage_alone(root):
-    expect_on_ranks(CheckpointError, "step-00000006' was saved without 'ema'", load_with_average, 2, str(root))
-
-
-def load_and_compare(root):
+@on_ranks(2)
+def test_a_damaged_step_changes_nothing(root):
+    if DistCoordinator().is_master():
+        flip_bit(root / LATEST / FILES[-1], -20)
+    DistCoordinator().block_all()
     run = Run(seed=8)
     before = run.tensors()
     with pytest.raises(CheckpointError, match="has the checksum"):
         run.load(root)
-    after = run.tensors()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_damaged_step_changes_nothing(root):
-    flip_bit(root / LATEST / FILES[-1])
-    run_on_ranks(load_and_compare, 2, str(root))
+    assert_same_tensors(run.tensors(), before, EXACT)
 
 
 # ---- the disk fails while a step is written
 
 
-def save_async_and_again(root):
+@on_ranks(2)
+def test_an_error_in_the_background_surfaces_at_the_next_save(root):
     run = Run()
     run.train(9)
     with contextlib.ExitStack() as faults:
@@ -208,11 +200,7 @@ def save_async_and_again(root):
         with pytest.raises(CheckpointError, match="The disk is full"):
             run.save(root)
     run.save(root)
-    return run.booster.has_checkpoint(root)
-
-
-def test_an_error_in_the_background_surfaces_at_the_next_save(root):
-    assert run_on_ranks(save_async_and_again, 2, str(root)) == [True, True]
+    assert run.booster.has_checkpoint(root)
     verify_folder(root / "step-00000009")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_calls import on_hosts, on_hosts_with_disks_of_their_own
 from matrix import matrix
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from resumable import ResumableRun as Run
 from torch import nn
 
@@ -25,12 +25,6 @@ from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
-
-
-def uninterrupted(options, steps):
-    run = Run(**options)
-    losses = run.train(steps)
-    return losses, run.tensors()
 
 
 def save_at(root, options, step, save_options):
@@ -67,14 +61,15 @@ def resume(root, options, steps):
     ],
     ids=["one", "two", "async", "fp16", "workers", "end_of_epoch"],
 )
+@on_ranks("world_size", timeout_seconds=180)  # three trainings
 def test_a_resumed_run_equals_an_uninterrupted_one(world_size, options, save_options, step, tmp_path):
-    expected = run_on_ranks(uninterrupted, world_size, options, 20)
-    run_on_ranks(save_at, world_size, str(tmp_path), options, step, save_options)
-    resumed = run_on_ranks(resume, world_size, str(tmp_path), options, 20)
-    for (losses, tensors), (start, later, restored, _) in zip(expected, resumed, strict=True):
-        assert start == step
-        assert later == losses[step:]
-        assert all(torch.equal(tensors[name], restored[name]) for name in tensors)
+    expected = Run(**options)
+    losses = expected.train(20)
+    save_at(tmp_path, options, step, save_options)
+    start, later, restored, _ = resume(tmp_path, options, 20)
+    assert start == step
+    assert later == losses[step:]
+    assert_same_tensors(restored, expected.tensors(), EXACT)
 
 
 def test_a_step_of_format_4_that_was_written_long_ago_loads_and_is_written_alike(tmp_path):
@@ -114,32 +109,18 @@ def test_another_number_of_ranks_sees_each_sample_once(before, after, batch, wor
     assert samples - len(seen) < batch * after
 
 
-def draw():
+def drawn_after(call, seed, root):
+    getattr(Run(seed=seed), call)(root)
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()  # noqa: NPY002 - the global generator is meant
 
 
-def generators(root):
-    Run(seed=3).save(root)
-    return draw()
-
-
-def generators_after_load(root):
-    Run(seed=4).load(root)
-    return draw()
-
-
-def all_differ(drawn):
-    """Return whether no two ranks draw the same from any generator."""
-    return all(len(set(values)) == len(drawn) for values in zip(*drawn, strict=True))
-
-
 def test_random_states_come_back_rank_by_rank_and_further_ranks_have_their_own(tmp_path):
-    drawn = run_on_ranks(generators, 2, str(tmp_path))
-    assert all_differ(drawn)
-    loaded = run_on_ranks(generators_after_load, 4, str(tmp_path))
-    assert loaded[:2] == drawn
-    assert all_differ(loaded)
-    assert run_on_ranks(generators_after_load, 4, str(tmp_path)) == loaded
+    saved = run_on_ranks(drawn_after, 2, "save", 3, tmp_path)
+    loaded = run_on_ranks(drawn_after, 4, "load", 4, tmp_path)
+    assert loaded[:2] == saved
+    for drawn in (saved, loaded):  # no two ranks draw the same from any generator
+        assert all(len(set(values)) == len(drawn) for values in zip(*drawn, strict=True))
+    assert run_on_ranks(drawn_after, 4, "load", 4, tmp_path) == loaded
 
 
 def save_several(root, steps):
@@ -268,19 +249,17 @@ def test_extra_that_is_no_json_is_refused_by_its_path(extra, message, tmp_path):
 
 @raises_on_ranks(ConfigError, "disagree about `step`: 0 on rank 0, 1 on rank 1", 2)
 def test_ranks_that_disagree_about_the_step_are_told(tmp_path):
-    root = str(tmp_path)
     run = Run()
     run.step = DistCoordinator().rank
-    run.save(root)
+    run.save(tmp_path)
 
 
 @raises_on_ranks(CheckpointError, "Rank 1 has another state of `lr_schedulers`", 2)
 def test_ranks_that_disagree_about_the_scheduler_are_told(tmp_path):
-    root = str(tmp_path)
     run = Run()
     if DistCoordinator().rank == 1:
         run.scheduler.T_max = 51
-    run.save(root)
+    run.save(tmp_path)
 
 
 def test_a_loader_without_a_position_is_refused(tmp_path):
@@ -306,48 +285,37 @@ def test_what_was_not_saved_is_not_loaded(kind, message, tmp_path):
         run.booster.load_checkpoint(tmp_path, model=run.model, **{kind: run.objects()[kind]})
 
 
-def save_without_a_shared_disk(root):
-    run = Run()
+@on_ranks(2)
+def test_rank_0_writes_for_ranks_that_do_not_share_its_disk(tmp_path):
+    run, fresh = Run(), Run(seed=9)
     run.train(3)
     with on_hosts_with_disks_of_their_own([0, 1]):
-        run.save(root, use_async=True)
+        run.save(tmp_path, use_async=True)
         run.booster.wait()
-    return run.tensors()
-
-
-def test_rank_0_writes_for_ranks_that_do_not_share_its_disk(tmp_path):
-    saved = run_on_ranks(save_without_a_shared_disk, 2, str(tmp_path))
     verify_folder(tmp_path / "step-00000003")
-    for tensors in run_on_ranks(tensors_after_load, 2, str(tmp_path)):
-        assert all(torch.equal(tensors[name], saved[0][name]) for name in tensors)
+    fresh.load(tmp_path)
+    assert_same_tensors(fresh.tensors(), run.tensors(), EXACT)
 
 
-def tensors_after_load(root):
-    run = Run(seed=9)
-    run.load(root)
-    return run.tensors()
-
-
-def reads_of_manifests(root, hosts):
+@on_ranks(3)
+def test_one_rank_of_each_host_reads_the_manifest(tmp_path):
+    save_several(tmp_path, [1])
     read, real = [], LocalLocation.read_bytes
 
     def counted(self):
         read.append(self.name)
         return real(self)
 
-    with mock.patch.object(LocalLocation, "read_bytes", counted), on_hosts(hosts):
-        run = Run()
-        run.load(root)
-    return read.count("manifest.json"), run.step
+    run = Run()
+    with mock.patch.object(LocalLocation, "read_bytes", counted), on_hosts((0, 1, 1)):
+        run.load(tmp_path)
+    assert (read.count("manifest.json"), run.step) == [(1, 1), (1, 1), (0, 1)][DistCoordinator().rank]
 
 
-def test_one_rank_of_each_host_reads_the_manifest(tmp_path):
-    save_several(tmp_path, [1])
-    assert run_on_ranks(reads_of_manifests, 3, str(tmp_path), (0, 1, 1)) == [(1, 1), (1, 1), (0, 1)]
-
-
-def load_slowly(root):
-    """Load while rank 1 reads its first values for longer than ranks wait for each other in other calls."""
+@on_ranks(2)
+def test_ranks_wait_for_one_that_reads_for_long(tmp_path):
+    """Rank 1 reads its first values for longer than ranks wait for each other in other calls."""
+    save_several(tmp_path, [2])
     run = Run()
     run.booster.context  # noqa: B018 - made with the launch's limit
     real, slept = ShardReader.fill, []
@@ -360,13 +328,8 @@ def load_slowly(root):
 
     run.booster.checkpoint_io._session._timeout_seconds = 60.0
     with mock.patch.object(ShardReader, "fill", fill), mock.patch.object(DistCoordinator, "timeout_seconds", 2.0):
-        run.load(root)
-    return len(slept)
-
-
-def test_ranks_wait_for_one_that_reads_for_long(tmp_path):
-    run_on_ranks(save_several, 2, str(tmp_path), [2])
-    assert run_on_ranks(load_slowly, 2, str(tmp_path)) == [0, 1]
+        run.load(tmp_path)
+    assert len(slept) == DistCoordinator().rank
 
 
 def test_a_large_checkpoint_is_waited_for_longer_and_none_for_ever():

@@ -13,7 +13,7 @@ from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError, PluginError
 from booster_core.plugin import Capability, ModelWrapper, OptimizerWrapper, Plugin
 from booster_core.ranks import DistCoordinator
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 
 
@@ -46,17 +46,15 @@ def make_on_one_rank_without_values():
     return make_without_values() if DistCoordinator().rank else make_linear()
 
 
-def make_adapted():
-    return peft.get_peft_model(make_linear(), peft.LoraConfig(target_modules=["0"]))
-
-
 @pytest.mark.parametrize("make_model", [make_without_values, make_on_one_rank_without_values])
+@raises_on_ranks(ConfigError, r"have no values, such as '0\.weight'.*`Capability\.LAZY_INIT`", 2)
 def test_a_model_without_values_is_refused(make_model):
-    expect_on_ranks(ConfigError, r"have no values, such as '0\.weight'.*`Capability\.LAZY_INIT`", boost, 2, make_model)
+    boost(make_model)
 
 
+@raises_on_ranks(ConfigError, r"'bare' does not train adapters.*`Capability\.LORA`", 2)
 def test_a_model_with_adapters_is_refused():
-    expect_on_ranks(ConfigError, r"'bare' does not train adapters.*`Capability\.LORA`", boost, 2, make_adapted)
+    boost(lambda: peft.get_peft_model(make_linear(), peft.LoraConfig(target_modules=["0"])))
 
 
 @raises_on_ranks(
@@ -76,16 +74,6 @@ def test_a_loader_that_is_split_is_left_to_the_user():
     data = torch.ones(8, 4)
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
     assert sum(len(batch) for batch in boost(make_linear, loader).dataloader) == 4
-
-
-class Averaging(Bare):
-    """Averages parameters and momentum before a save."""
-
-    def prepare_save(self, model, context):
-        tensors = [*model.parameters(), *(state["momentum_buffer"] for state in model.boosted_optimizer.state.values())]
-        for tensor in tensors:
-            dist.all_reduce(tensor.detach())
-            tensor.detach().div_(dist.get_world_size())
 
 
 def train_apart_and_save(plugin, save, folder):
@@ -113,7 +101,16 @@ def test_replicas_that_differ_are_not_written(save, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@on_ranks(2)
 def test_replicas_that_were_made_equal_are_written(tmp_path):
-    one, other = run_on_ranks(train_apart_and_save, 2, Averaging(), "save_model", str(tmp_path))
-    assert_same_tensors(one, other, EXACT)
-    assert_same_tensors(load_file(tmp_path / "model.safetensors"), one, EXACT)
+    class Averaging(Bare):
+        """Averages parameters and momentum before a save."""
+
+        def prepare_save(self, model, context):
+            states = model.boosted_optimizer.state.values()
+            for tensor in [*model.parameters(), *(state["momentum_buffer"] for state in states)]:
+                dist.all_reduce(tensor.detach())
+                tensor.detach().div_(dist.get_world_size())
+
+    saved = train_apart_and_save(Averaging(), "save_model", tmp_path)
+    assert_same_tensors(load_file(tmp_path / "model.safetensors"), saved, EXACT)

@@ -56,10 +56,6 @@ class OfTheFuture(Halves):
     api_version = 999
 
 
-class Extends(SingleDevicePlugin):
-    """Inherits the version of the plugin that it extends, whose methods it calls."""
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
@@ -81,7 +77,9 @@ def test_arguments_that_no_booster_takes(arguments, error, match):
 
 
 def test_a_plugin_inherits_the_version_of_the_one_that_it_extends():
-    Booster("cpu", plugin=Extends()).boost(*model_and_optimizer())
+    """Whose methods it calls."""
+    extends = type("Extends", (SingleDevicePlugin,), {})
+    Booster("cpu", plugin=extends()).boost(*model_and_optimizer())
 
 
 @pytest.mark.parametrize(
@@ -167,17 +165,16 @@ def test_device_of_an_index_that_is_not_there(monkeypatch):
         Booster("cuda:4")
 
 
-class WithoutEngine(Booster):
-    @property
-    def own(self):
-        return self.plugin.missing_in_own
-
-    @cached_property
-    def checkpoint_io(self):
-        return self.plugin.missing_in_engine
-
-
 def test_an_attribute_error_in_an_attribute_of_a_booster_is_told_as_it_is(monkeypatch):
+    class WithoutEngine(Booster):
+        @property
+        def own(self):
+            return self.plugin.missing_in_own
+
+        @cached_property
+        def checkpoint_io(self):
+            return self.plugin.missing_in_engine
+
     booster = WithoutEngine()
     for name, missing in (("own", "missing_in_own"), ("checkpoint_io", "missing_in_engine")):
         with pytest.raises(AttributeError, match=f"'SingleDeviceStrategy' object has no attribute '{missing}'"):

@@ -7,29 +7,7 @@ from ranked import on_ranks, raises_on_ranks
 
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError, RankFailedError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_testing import expect_on_ranks, run_on_ranks
-
-
-def _outcome(function):
-    """Return the message of what ``function`` raises, and after how many seconds."""
-    start = time.monotonic()
-    try:
-        function()
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
-    return None, time.monotonic() - start
-
-
-def _skip_save_model(seconds):
-    c = DistCoordinator()
-    if c.rank == 1:
-        time.sleep(2 * seconds)
-        outcome = None
-    else:
-        outcome = _outcome(lambda: c.block_all(name="save_model", timeout_seconds=seconds))
-    c.block_all(name="afterwards")
-    c.block_all(name="save_model")
-    return outcome
+from booster_testing import expect_on_ranks
 
 
 def _bring_error(kind):
@@ -42,25 +20,6 @@ def _bring_error(kind):
 
 class _PrivateError(Exception):
     pass
-
-
-def _bring_error_and_miss():
-    c = DistCoordinator()
-    if c.rank == 0:
-        return _outcome(lambda: _meet_with(c, None, 1))
-    if c.rank == 1:
-        error = ValueError("mine")
-        outcome = _outcome(lambda: _meet_with(c, error, 2))
-        assert isinstance(error.__context__, MissingRanksError), "who is missing stays visible"
-        assert error.__context__.__context__ is None
-        return outcome
-    return None
-
-
-def _meet_with(coordinator, error, timeout_seconds):
-    with coordinator.together("save_model", timeout_seconds=timeout_seconds):
-        if error is not None:
-            raise error
 
 
 def _agree(values):
@@ -78,16 +37,6 @@ class _WithoutPlainForm:
         raise ValueError(msg)
 
 
-def _priority(executor):
-    c = DistCoordinator()
-    with c.priority_execution(executor):
-        start = time.monotonic()
-        if c.rank == executor:
-            time.sleep(0.3)
-        end = time.monotonic()
-    return start, end
-
-
 @on_ranks(2)
 def test_a_process_group_that_the_script_made(tmp_path):
     rank = dist.get_rank()
@@ -103,13 +52,21 @@ def test_a_process_group_that_the_script_made(tmp_path):
         dist.destroy_process_group()
 
 
+@on_ranks(2)
 def test_a_missing_rank_is_named_and_later_calls_are_not_disturbed():
-    (message, seconds), _ = run_on_ranks(_skip_save_model, 2, 1)
-    assert message == (
-        "MissingRanksError: `save_model` waited 1 s for rank 1 of 2, which did not call it. It is a collective call: "
-        "call it on every rank, not under `if rank == 0`."
-    )
-    assert 0.9 < seconds < 30, "its own time limit, not that of the group"
+    c, start = DistCoordinator(), time.monotonic()
+    if c.rank == 1:
+        time.sleep(2)
+    else:
+        with pytest.raises(MissingRanksError) as caught:
+            c.block_all(name="save_model", timeout_seconds=1)
+        assert 0.9 < time.monotonic() - start < 30, "its own time limit, not that of the group"
+        assert str(caught.value) == (
+            "`save_model` waited 1 s for rank 1 of 2, which did not call it. It is a collective call: "
+            "call it on every rank, not under `if rank == 0`."
+        )
+    c.block_all(name="afterwards")
+    c.block_all(name="save_model")
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, ConfigError, ValueError, OSError, KeyError])
@@ -125,10 +82,18 @@ def test_a_class_that_others_may_not_know_becomes_a_rank_failed_error():
     assert str(exceptions[0]) == "rank 1: _PrivateError: broken file"
 
 
+@on_ranks(3)
 def test_an_own_error_comes_before_missing_ranks():
-    (first, _), (second, _), _ = run_on_ranks(_bring_error_and_miss, 3)
-    assert first.startswith("MissingRanksError: `save_model` waited 1 s for rank 2 of 3")
-    assert second == "ValueError: mine"
+    c, error = DistCoordinator(), ValueError("mine")
+    if c.rank == 0:
+        match = "^`save_model` waited 1 s for rank 2 of 3"
+        with pytest.raises(MissingRanksError, match=match), c.together("save_model", timeout_seconds=1):
+            pass
+    if c.rank == 1:
+        with pytest.raises(ValueError, match="mine"), c.together("save_model", timeout_seconds=2):
+            raise error
+        assert isinstance(error.__context__, MissingRanksError), "who is missing stays visible"
+        assert error.__context__.__context__ is None
 
 
 @on_ranks(3)
@@ -138,9 +103,16 @@ def test_objects_are_exchanged():
 
 
 @pytest.mark.parametrize("executor", [0, 2])
+@on_ranks(3)
 def test_one_rank_goes_first(executor):
-    times = run_on_ranks(_priority, 3, executor)
-    assert all(start >= times[executor][1] for rank, (start, _) in enumerate(times) if rank != executor)
+    c = DistCoordinator()
+    with c.priority_execution(executor):
+        start = time.monotonic()
+        if c.rank == executor:
+            time.sleep(0.3)
+        end = time.monotonic()
+    times = c.all_gather_object((start, end))
+    assert c.rank == executor or start >= times[executor][1]
 
 
 @raises_on_ranks(CheckpointError, "no space", 2)

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,15 @@ def test_what_is_not_finite_on_one_rank_shows_in_every_norm(norm_type, bad, expe
 def test_groups_are_summed_one_after_the_other():
     """Ranks in a grid of 2 x 2: the sum over rows and then columns counts every rank once."""
 
+    def on_axis(group, line, rank):
+        """Return a group of the ranks of one line of a grid, out of what all ranks exchange."""
+
+        def exchange(value):
+            everything = group.exchange((line, rank, value))
+            return [each for other, _, each in sorted(everything, key=lambda item: item[1]) if other == line]
+
+        return SimpleNamespace(exchange=exchange)
+
     def work(group):
         row = on_axis(group, group.rank // 2, group.rank % 2)
         column = on_axis(group, group.rank % 2, group.rank // 2)
@@ -186,17 +196,6 @@ def test_groups_are_summed_one_after_the_other():
         return [float(global_norm(tensors, norm_type, groups=[row, column])) for norm_type in (1.0, 2.0, math.inf)]
 
     assert on_threads(4, work) == [pytest.approx([20.0, math.sqrt(60.0), 4.0])] * 4
-
-
-def on_axis(group, line, rank):
-    """Return a group of the ranks of one line of a grid, out of what all ranks exchange."""
-
-    class Axis:
-        def exchange(self, value):
-            everything = group.exchange((line, rank, value))
-            return [each for other, _, each in sorted(everything, key=lambda item: item[1]) if other == line]
-
-    return Axis()
 
 
 @pytest.mark.usefixtures("reduced_between_threads")

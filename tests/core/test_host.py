@@ -1,3 +1,5 @@
+from unittest import mock
+
 import torch.distributed as dist
 
 from booster_core.ranks import store as store_module
@@ -23,31 +25,20 @@ def test_containers_of_one_machine_are_hosts_of_their_own_with_the_same_devices(
     assert a.machine == b.machine
 
 
-class CountedStore:
-    """Counts requests."""
-
-    def __init__(self):
-        self.store = dist.HashStore()
-        self.requests = []
-
-    def __getattr__(self, name):
-        self.requests.append(name)
-        return getattr(self.store, name)
-
-
 def test_local_ranks_are_counted_by_machine_with_one_request(monkeypatch):
-    store = CountedStore()
+    inner = dist.HashStore()
+    store = mock.Mock(wraps=inner)
     machines = [Host(f"node{rank // 8 % 2}", "1", f"net:[{rank}]") for rank in range(64)]
     for rank in reversed(range(64)):  # whoever comes first
         monkeypatch.setattr(store_module, "this_host", lambda rank=rank: machines[rank])
         monkeypatch.setattr(store_module.Meeting, "meet", lambda *_, **__: None)
-        store.store.set("settings", '{"world_size": 64}')
-        meet_at_launch(store.store, Environment(rank, 64, None, "localhost", 29500), 1.0, {})
+        inner.set("settings", '{"world_size": 64}')
+        meet_at_launch(inner, Environment(rank, 64, None, "localhost", 29500), 1.0, {})
     for rank in range(64):
-        store.requests.clear()
+        store.reset_mock()
         monkeypatch.setattr(store_module, "this_host", lambda rank=rank: machines[rank])
         assert local_rank_of(store, rank) == rank // 16 * 8 + rank % 8
-        assert store.requests == ["get"]
-    store.requests.clear()
+        assert [name for name, *_ in store.mock_calls] == ["get"]
+    store.reset_mock()
     assert hosts_of(store, range(64)) == machines
-    assert store.requests == ["multi_get"]
+    assert [name for name, *_ in store.mock_calls] == ["multi_get"]

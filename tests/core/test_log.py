@@ -21,14 +21,6 @@ def restored():
     log.handlers, log.filters, log_module._filter.shows_all = before[1], before[2], before[3]
 
 
-@pytest.fixture
-def on_rank(monkeypatch):
-    def become(rank):
-        monkeypatch.setattr(log_module, "current_world", lambda: SimpleNamespace(rank=rank))
-
-    return become
-
-
 @pytest.mark.parametrize(
     ("variable", "shown"),
     [
@@ -39,13 +31,13 @@ def on_rank(monkeypatch):
         ("ERROR", []),
     ],
 )
-def test_records_that_are_shown(variable, shown, on_rank, monkeypatch, caplog):
+def test_records_that_are_shown(variable, shown, monkeypatch, caplog):
     monkeypatch.delenv("BOOSTER_LOG", raising=False)
     if variable is not None:
         monkeypatch.setenv("BOOSTER_LOG", variable)
     configure_log()
     for rank in (0, 1):
-        on_rank(rank)
+        monkeypatch.setattr(log_module, "current_world", lambda rank=rank: SimpleNamespace(rank=rank))
         log.info("a fact of %d", rank)
         log.warning("a warning of %d", rank)
     log.warning("a note of 1", extra=ANY_RANK)

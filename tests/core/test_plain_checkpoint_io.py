@@ -1,5 +1,7 @@
 """What core saves and loads by itself, beside what safetensors and torch say of the same state."""
 
+from types import SimpleNamespace
+
 import pytest
 import safetensors.torch
 import torch
@@ -164,13 +166,12 @@ def test_state_that_would_be_lost_is_refused(tmp_path):
 # ---- what goes wrong
 
 
-def cut(tensors, path, metadata):
-    """Write a part of a file, as where the disk is full."""
-    path.write_bytes(b"the first bytes")
-    raise OSError(28, "No space left on device")
-
-
 def test_an_older_file_survives_a_failure(tmp_path, monkeypatch):
+    def cut(tensors, path, metadata):
+        """Write a part of a file, as where the disk is full."""
+        path.write_bytes(b"the first bytes")
+        raise OSError(28, "No space left on device")
+
     path, run = tmp_path / "m.safetensors", Run()
     run.booster.save_model(run.model, path)
     before = path.read_bytes()
@@ -261,16 +262,11 @@ def test_several_ranks_are_refused_on_each(tmp_path):
 # ---- which engine
 
 
-class Entry:
-    """An entry point of a distribution."""
-
-    name, dist = "files", None
-
-    def load(self):
-        return CheckpointIO
+ENTRY = SimpleNamespace(name="files", dist=None, load=lambda: CheckpointIO)
+"""An entry point of a distribution."""
 
 
-@pytest.mark.parametrize(("entries", "expected"), [([], PlainCheckpointIO), ([Entry()], CheckpointIO)])
+@pytest.mark.parametrize(("entries", "expected"), [([], PlainCheckpointIO), ([ENTRY], CheckpointIO)])
 def test_an_installed_engine_goes_before_the_plain_one(entries, expected, monkeypatch):
     by_name = {entry.name: [entry] for entry in entries}
     monkeypatch.setattr(checkpoint_io, "entry_points_by_name", lambda _: by_name)

@@ -71,12 +71,11 @@ def test_a_policy_that_follows_the_model_takes_the_format_of_what_is_trained(nam
     assert ASKED_NOTHING.for_model(TinyMLP().double()) is ASKED_NOTHING
 
 
-class OnlyWide(SingleDevicePlugin):
-    name = "wide"
-    capabilities = SingleDevicePlugin.capabilities - {Capability.BF16}
-
-
 def test_a_plugin_without_bf16_refuses_what_would_need_it():
+    class OnlyWide(SingleDevicePlugin):
+        name = "wide"
+        capabilities = SingleDevicePlugin.capabilities - {Capability.BF16}
+
     model = TinyMLP().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"trained parameters are in bf16.*'wide' does not support precision 'bf16'"):
@@ -95,18 +94,16 @@ def test_buffers_and_batch_normalization_are_no_part_of_a_narrow_policy():
     assert boosted(torch.ones(2, 2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: object
-
-
-@dataclass
-class Record:
-    values: list
-    name: str = "x"
-
-
 def test_casting_keeps_containers_and_other_objects():
+    class Pair(NamedTuple):
+        left: torch.Tensor
+        right: object
+
+    @dataclass
+    class Record:
+        values: list
+        name: str = "x"
+
     other = object()
     half = torch.ones(2, dtype=torch.bfloat16)
     value = {"a": Pair(half, other), "b": [Record([half]), torch.ones(2, dtype=torch.int64)], "c": None}

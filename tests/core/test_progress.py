@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks
 
 from booster_core.errors import ConfigError, MissingRanksError
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall, observed_by
 from booster_core.ranks.world import PROGRESS, current_world
-from booster_testing import run_on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -154,31 +154,28 @@ def _step():
         dist.all_reduce(torch.ones(1))
 
 
-def _one_does_not_step():
+@on_ranks(2, group_timeout_seconds=1.5)
+def test_a_collective_that_times_out_names_who_did_not_come():
     for index in range(3):
         with NamedCall("backward"):
             dist.all_reduce(torch.ones(1))
-        if index == 2 and dist.get_rank() == 1:
-            time.sleep(4)
-            return None
-        try:
+        if index < 2:
             _step()
-        except MissingRanksError as error:
-            return str(error), type(error.__cause__).__name__
-    return None
-
-
-def test_a_collective_that_times_out_names_who_did_not_come():
-    (message, cause), _ = run_on_ranks(_one_does_not_step, 2, group_timeout_seconds=1.5)
-    assert message.startswith("`step` #3 timed out after ")
-    assert message.endswith(
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return
+    with pytest.raises(MissingRanksError) as caught:
+        _step()
+    assert str(caught.value).startswith("`step` #3 timed out after ")
+    assert str(caught.value).endswith(
         " s: rank 1 has not reached it; it last finished `backward` #3. Every rank must make the same calls in the "
         "same order."
     )
-    assert cause == "RuntimeError"
+    assert type(caught.value.__cause__) is RuntimeError
 
 
-def _goes_on(failing, error):
+def _go_on(failing, error):
+    """Go on after an error that some ranks raise in a call, or all of them where none does it by itself."""
     for number in range(2):
         try:
             with NamedCall("forward"):
@@ -188,34 +185,30 @@ def _goes_on(failing, error):
                     dist.all_reduce(torch.ones(1))
         except type(error):
             pass
-        except MissingRanksError as missing:
-            return str(missing)
     total = torch.ones(1)
     _step()
     dist.all_reduce(total)
-    return total.item()
+    assert total == 2
 
 
 @pytest.mark.parametrize("failing", [(), (0, 1)])
+@on_ranks(2, group_timeout_seconds=5.0)
 def test_ranks_go_on_after_an_error_that_all_of_them_raise(failing):
-    assert run_on_ranks(_goes_on, 2, failing, ValueError("bad"), group_timeout_seconds=5.0) == [2, 2]
+    _go_on(failing, ValueError("bad"))
 
 
+@on_ranks(2, group_timeout_seconds=5.0)
 def test_an_error_of_booster_may_be_raised_before_anything_is_sent():
-    assert run_on_ranks(_goes_on, 2, (1,), ConfigError("bad"), group_timeout_seconds=5.0) == [2, 2]
+    _go_on((1,), ConfigError("bad"))
 
 
-def _goes_on_alone():
-    try:
-        return _goes_on((1,), ValueError("bad"))
-    except MissingRanksError:
-        return "waited"
-
-
+@on_ranks(2, group_timeout_seconds=1.5)
 def test_a_rank_that_goes_on_after_an_error_alone_raises():
-    other, message = run_on_ranks(_goes_on_alone, 2, group_timeout_seconds=1.5)
-    assert other == "waited"
-    assert message.startswith(
-        "`forward` #1 has raised on this rank, but not on all of ranks 0 and 1, which wait for what it left out: "
-        "ValueError: bad. Let the exception"
-    )
+    match = "timed out"  # the other rank waits
+    if dist.get_rank() == 1:
+        match = (
+            "^`forward` #1 has raised on this rank, but not on all of ranks 0 and 1, which wait for what it left out: "
+            "ValueError: bad. Let the exception"
+        )
+    with pytest.raises(MissingRanksError, match=match):
+        _go_on((1,), ValueError("bad"))

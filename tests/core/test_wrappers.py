@@ -103,23 +103,6 @@ def test_backward_takes_a_tensor():
         optimizer.backward(1.5)
 
 
-def run_fp16(optimizer_calls, *, micro_batches):
-    """Return the gradients that the optimizer steps with after several backward calls under a loss scale."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1).double()
-    policy = PrecisionPolicy(
-        compute_dtype=torch.float16, loss_scale=LossScaleConfig(initial_scale=16.0), param_dtype=None
-    )
-    optimizer = OptimizerWrapper(torch.optim.SGD(model.parameters(), lr=0.0), scaling=GradientScaling(policy))
-    for number in range(micro_batches):
-        torch.manual_seed(number)
-        optimizer.backward(model(torch.randn(3, 4).double()).square().mean())
-        for call in optimizer_calls:
-            call(optimizer)
-    optimizer.unscale_gradients()
-    return [gradient.clone() for gradient in optimizer.gradients()]
-
-
 @pytest.mark.parametrize(
     ("call", "micro_batches"),
     [
@@ -130,6 +113,17 @@ def run_fp16(optimizer_calls, *, micro_batches):
     ids=["clipped twice", "clipped between", "stepped without zero_grad"],
 )
 def test_gradients_are_unscaled_once(call, micro_batches):
-    plain, found = (run_fp16(calls, micro_batches=micro_batches) for calls in ([], [call]))
-    for a, b in zip(plain, found, strict=True):
-        torch.testing.assert_close(a, b)
+    policy = PrecisionPolicy(
+        compute_dtype=torch.float16, loss_scale=LossScaleConfig(initial_scale=16.0), param_dtype=None
+    )
+    found = []
+    for between in (lambda _: None, call):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1).double()
+        optimizer = OptimizerWrapper(torch.optim.SGD(model.parameters(), lr=0.0), scaling=GradientScaling(policy))
+        for _ in range(micro_batches):
+            optimizer.backward(model(torch.randn(3, 4).double()).square().mean())
+            between(optimizer)
+        optimizer.unscale_gradients()
+        found.append([gradient.clone() for gradient in optimizer.gradients()])
+    torch.testing.assert_close(*found)

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from booster_core import Booster
 from booster_ddp import TorchDDPPlugin
-from booster_testing import run_on_ranks
 
 WIDTH = 520  # a layer's weight is just over 1 MiB
 
@@ -28,59 +27,43 @@ class Stack(nn.Module):
         return x
 
 
-class TwoStacks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Stack(2), Stack(2)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-def compiled_graph_sizes(how, *, by_hand):
-    """Return, for each step, the number of operations of each graph that the compiler was given."""
+@matrix(["blocks"], how=["before", "method", "blocks", "after", "after-method"])
+@on_ranks(2)
+def test_compiled_graphs_are_split_as_by_ddp_by_hand(how):
     # Warnings of torch's compiler: on its first import, and about the inputs of a block.
     ignore_compiler_warnings()
-    torch._dynamo.reset()
-    graphs = []
+    graphs, sizes = [], {}
 
     def backend(graph_module, _inputs):
         graphs.append(sum(node.op.startswith("call") for node in graph_module.graph.nodes))
         return graph_module.forward
 
-    torch.manual_seed(0)
-    model = TwoStacks() if how == "blocks" else Stack(4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if how == "before":
-        model = torch.compile(model, backend=backend)
-    elif how == "method":
-        model.compile(backend=backend)
-    elif how == "blocks":
-        model.first.compile(backend=backend)
-        model.second.compile(backend=backend)
-    if by_hand:
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
-    else:
-        wrapped, optimizer, *_ = Booster("cpu", plugin=TorchDDPPlugin(bucket_cap_mb=1)).boost(model, optimizer)
-    if how == "after":
-        wrapped = torch.compile(wrapped, backend=backend)
-    elif how == "after-method":
-        wrapped.compile(backend=backend)
-    sizes = []
-    for _step in range(3):
-        wrapped(torch.randn(2, WIDTH) + dist.get_rank()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sizes.append(list(graphs))
-        graphs.clear()
-    return sizes
-
-
-@matrix(["blocks"], how=["before", "method", "blocks", "after", "after-method"])
-def test_compiled_graphs_are_split_as_by_ddp_by_hand(how):
-    expected = run_on_ranks(compiled_graph_sizes, 2, how, by_hand=True)
-    assert all(len(sizes[0]) > 1 for sizes in expected), "one graph per bucket"
-    assert run_on_ranks(compiled_graph_sizes, 2, how, by_hand=False) == expected
+    for by_hand in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(Stack(2), Stack(2)) if how == "blocks" else Stack(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if how == "before":
+            model = torch.compile(model, backend=backend)
+        for part in {"method": [model], "blocks": [*model.children()]}.get(how, []):
+            part.compile(backend=backend)
+        if by_hand:
+            wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+        else:
+            wrapped, optimizer, *_ = Booster("cpu", plugin=TorchDDPPlugin(bucket_cap_mb=1)).boost(model, optimizer)
+        if how == "after":
+            wrapped = torch.compile(wrapped, backend=backend)
+        elif how == "after-method":
+            wrapped.compile(backend=backend)
+        sizes[by_hand] = []
+        for _step in range(3):
+            wrapped(torch.randn(2, WIDTH) + dist.get_rank()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sizes[by_hand].append(list(graphs))
+            graphs.clear()
+    assert len(sizes[True][0]) > 1, "one graph per bucket"
+    assert sizes[True] == sizes[False]
 
 
 @on_ranks(2)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, noise
-from driven_runs import Run, assert_same_loop
+from driven_runs import Run, assert_same_loop, same_loop
 from matrix import matrix, named
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
@@ -20,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from booster_core.errors import ConfigError, GradientError
 from booster_ddp import TorchDDPPlugin
-from booster_testing import run_on_ranks
 from booster_testing.compare import tolerance_for
 
 OPTIONS = {
@@ -101,8 +101,13 @@ def case_of(**changes):
     return Case(build=partial(net, **changes), batch=data, loss=squares, optimizer=momentum, tolerance=tolerance)
 
 
-def check(script, options, **changes):
-    assert_same_loop(script, case_of(**changes), Setting(TorchDDPPlugin, options), own=True)
+def under(options):
+    return Setting(TorchDDPPlugin, OPTIONS[options])
+
+
+def as_one_process(setting=under, **changes):
+    """Let a test be a loop that trains under options as in one process, by default those of its parameter."""
+    return same_loop(case_of(**changes), setting, own=True)
 
 
 def on_rank(options, **changes):
@@ -138,14 +143,14 @@ USES = {
 AFTER = {"left": ("l", "l"), "apart": ("l", "r"), "both": ("lr", "lr")}
 
 
-def run_steps(run, how, first, after):
+def run_steps(run, how, after, first="lr"):
     """Take steps under `no_sync`; note the step that follows them, and the one after.
 
     Args:
         run: What to train.
         how: What becomes of the gradients under `no_sync`.
-        first: What both ranks use in the first step.
         after: What the ranks use after `no_sync`.
+        first: What both ranks use in the first step.
     """
     for step, heads in enumerate([(first, first), *USES[how], AFTER[after], ("lr", "lr")]):
         is_under_no_sync = 1 <= step <= len(USES[how])
@@ -164,37 +169,33 @@ def run_steps(run, how, first, after):
             run.optimizer.zero_grad()
 
 
-def check_steps(options, how, after, first="lr"):
-    check(partial(run_steps, how=how, first=first, after=after), OPTIONS[options])
-
-
 @pytest.mark.parametrize("after", ["left", "apart"])
 @pytest.mark.parametrize("how", USES)
-def test_a_step_under_no_sync_and_one_that_leaves_parameters_out(how, after):
-    check_steps("search", how, after)
+@as_one_process(under("search"))
+def test_a_step_under_no_sync_and_one_that_leaves_parameters_out(run, how, after):
+    run_steps(run, how, after)
 
 
 @pytest.mark.parametrize("options", ["search, views", "default"])
 @pytest.mark.parametrize("how", ["stepped", "dropped"])
-def test_a_step_under_no_sync_with_other_options(options, how):
-    check_steps(options, how, "left", first="l")  # so that the first step decides on a search
+@as_one_process()
+def test_a_step_under_no_sync_with_other_options(run, how):
+    run_steps(run, how, "left", first="l")  # so that the first step decides on a search
 
 
 @pytest.mark.parametrize("how", USES)
-def test_a_step_under_no_sync_where_no_parameter_is_searched_for(how):
-    check_steps("no search", how, "both")
+@as_one_process(under("no search"))
+def test_a_step_under_no_sync_where_no_parameter_is_searched_for(run, how):
+    run_steps(run, how, "both")
 
 
-def accumulate_with_other_heads_under_no_sync(run, heads):
+@matrix(1, heads=named([("lr", "lr"), ("lr", "l")], ["of all ranks", "of one rank"]), options=SEARCHING)
+@as_one_process()
+def test_a_parameter_that_is_used_under_no_sync_only_is_averaged(run, heads):
     for step in range(4):
         backward(run, 10 * step, heads, no_sync=True)
         backward(run, 10 * step + 1, ("l", "l"))
         finish(run)
-
-
-@matrix(1, heads=named([("lr", "lr"), ("lr", "l")], ["of all ranks", "of one rank"]), options=SEARCHING)
-def test_a_parameter_that_is_used_under_no_sync_only_is_averaged(heads, options):
-    check(partial(accumulate_with_other_heads_under_no_sync, heads=heads), OPTIONS[options])
 
 
 @raises_on_ranks(GradientError, "could not finish averaging.*find_unused_parameters=True", 2)
@@ -237,8 +238,9 @@ def test_two_losses_that_share_some_parameters_raise_and_name_no_sync():
     losses_of_two_heads(on_rank(OPTIONS["no search"]), under_no_sync=False)
 
 
-def test_two_losses_that_share_some_parameters_are_averaged_under_no_sync():
-    check(partial(losses_of_two_heads, under_no_sync=True), OPTIONS["no search"])
+@as_one_process(under("no search"))
+def test_two_losses_that_share_some_parameters_are_averaged_under_no_sync(run):
+    losses_of_two_heads(run, under_no_sync=True)
 
 
 @raises_on_ranks(
@@ -256,8 +258,10 @@ HEADS = [(("l", "lr"), ("r", "r")), (("lr", "r"), ("l", "lr")), (("lr", "lr"), (
 """What each rank uses in the two forwards of a step."""
 
 
-def two_forwards(run, *, together):
-    """Run two forwards before the first backward, in which ranks use other parameters."""
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("options", ["search", "default"])
+@as_one_process()
+def test_forwards_before_the_first_backward_may_use_other_parameters_on_each_rank(run, together):
     for step, heads in enumerate(HEADS):
         losses = [loss_of(run, 2 * step + number, used) for number, used in enumerate(heads)]
         for loss in [sum(losses)] if together else losses:
@@ -265,26 +269,19 @@ def two_forwards(run, *, together):
         run.step()
 
 
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("options", ["search", "default"])
-def test_forwards_before_the_first_backward_may_use_other_parameters_on_each_rank(options, together):
-    check(partial(two_forwards, together=together), OPTIONS[options])
-
-
-def other_method_than_forward(run):
-    """Run backward through a submodule; DDP's forward is not called."""
+@as_one_process(under("default"))
+def test_backward_that_bypasses_forward_is_averaged_at_the_step(run):
+    """Backward goes through a submodule; DDP's forward is not called."""
     for step in range(3):
         run.mean(step, lambda x, _: run.net.first(x).square().mean()).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
 
 
-def test_backward_that_bypasses_forward_is_averaged_at_the_step():
-    check(other_method_than_forward, {})
-
-
-def graph_of_an_earlier_ddp(run):
-    """Run backward through a graph from before DDP was built again."""
+@pytest.mark.parametrize("options", ["default", "no search", "views"])
+@as_one_process(kind=OneLayer)
+def test_backward_through_the_graph_of_an_earlier_ddp_is_averaged(run):
+    """The graph is from before DDP was built again."""
     for step in range(3):
         old = loss_of(run, 50 + step, ("l", "l"))
         backward(run, step)
@@ -294,12 +291,9 @@ def graph_of_an_earlier_ddp(run):
         finish(run)
 
 
-@pytest.mark.parametrize("options", ["default", "no search", "views"])
-def test_backward_through_the_graph_of_an_earlier_ddp_is_averaged(options):
-    check(graph_of_an_earlier_ddp, OPTIONS[options], kind=OneLayer)
-
-
-def use_one_head_each(run):
+@matrix(1, options=SEARCHING)
+@as_one_process(kind=Boxing)
+def test_outputs_of_a_plain_class_are_averaged(run):
     for step in range(4):
         backward(run, step, ("l", "r") if step != 2 else ("lr", "lr"))
         finish(run)
@@ -311,34 +305,27 @@ def use_both_heads(run):
         finish(run)
 
 
-@matrix(1, options=SEARCHING)
-def test_outputs_of_a_plain_class_are_averaged(options):
-    check(use_one_head_each, OPTIONS[options], kind=Boxing)
-
-
 @matrix(["default", "views"], options=["default", "views", "no search"])
-def test_reentrant_checkpointing_trains_as_one_process(options):
+@as_one_process(kind=Reentrant)
+def test_reentrant_checkpointing_trains_as_one_process(run):
     """The search of the first step does not see what is checkpointed so."""
-    check(use_both_heads, OPTIONS[options], kind=Reentrant)
+    use_both_heads(run)
 
 
-def counted_averages(options):
-    """Return how often gradients were averaged outside of DDP in steps that DDP averages completely."""
-    run, calls = on_rank(OPTIONS[options]), []
+@pytest.mark.parametrize("options", ["default", "search", "static"])
+@on_ranks(2)
+def test_gradients_are_not_averaged_twice(options):
+    """DDP averages all in each step, and nothing is averaged outside of it."""
+    run = on_rank(OPTIONS[options])
     for step in range(6):
         if step == 3:
-            run.model.gradients.average = lambda: calls.append(1)
+            run.model.gradients.average = mock.Mock()
         if step >= 3:
             backward(run, step, no_sync=True)
         backward(run, step)
         run.clip(1.0)
         run.step()
-    return len(calls)
-
-
-@pytest.mark.parametrize("options", ["default", "search", "static"])
-def test_gradients_are_not_averaged_twice(options):
-    assert run_on_ranks(counted_averages, 2, options) == [0, 0]
+    run.model.gradients.average.assert_not_called()
 
 
 # ---- parameters that are frozen, unfrozen and moved, for which DDP is built again
@@ -402,18 +389,17 @@ SCHEDULES = [
 
 @matrix(1, script=named(SCHEDULES, lambda f: f.__name__), options=OPTIONS)
 def test_freezing_and_unfreezing_trains_as_one_process(script, options):
-    check(script, OPTIONS[options], frozen=LOWER if script is unfreeze_from_the_top else ())
+    frozen = LOWER if script is unfreeze_from_the_top else ()
+    assert_same_loop(script, case_of(frozen=frozen), under(options), own=True)
 
 
-def unfreeze_a_head_that_is_not_always_used(run):
+@as_one_process(under("default"))
+def test_the_search_begins_again_with_other_parameters(run):
+    """A head that is not always used is unfrozen."""
     for step in range(6):
         run.net.right.requires_grad_(requires_grad=step >= 3)
         backward(run, step, ("lr", "l") if step >= 3 else ("lr", "lr"))
         finish(run)
-
-
-def test_the_search_begins_again_with_other_parameters():
-    check(unfreeze_a_head_that_is_not_always_used, {})
 
 
 def first_step(options, **changes):
@@ -441,36 +427,28 @@ def test_gradients_that_no_forward_of_the_model_knows_raise():
     run.optimizer.step()
 
 
-def module_tree():
+@on_ranks(2)
+def test_the_module_is_the_users_and_ddp_is_outside_of_the_module_tree():
     run = on_rank({})
-    names = [name for name, _ in run.model.named_modules()]
+    expected = ["", *(f"module.{name}".removesuffix(".") for name, _ in net().named_modules())]
     for step in range(2):
+        assert [name for name, _ in run.model.named_modules()] == expected
         backward(run, step)
         finish(run)
-    assert names == [name for name, _ in run.model.named_modules()]
+    assert [name for name, _ in run.model.named_modules()] == expected
     assert run.model.module is run.net
     assert list(run.model.module.state_dict()) == list(run.net.state_dict())
-    return names
 
 
-def test_the_module_is_the_users_and_ddp_is_outside_of_the_module_tree():
-    expected = ["", *(f"module.{name}".removesuffix(".") for name, _ in net().named_modules())]
-    assert run_on_ranks(module_tree, 2) == [expected] * 2
-
-
-def move(run, at):
-    """Before one of four steps, give the parameters other memory twice, as moves to the host and back do."""
+@matrix(["default-0", "views-2", "no search-2", "static-0", "static-2"], options=OPTIONS, at=[0, 2])
+@as_one_process()
+def test_parameters_that_were_cast_and_cast_back_train_as_one_process(run, at):
+    """Before one of four steps; torch then hangs other nodes into the graph, which DDP's hooks are not on."""
     for step in range(4):
         if step == at:
             run.model.float().double()
         backward(run, step)
         finish(run)
-
-
-@matrix(["default-0", "views-2", "no search-2", "static-0", "static-2"], options=OPTIONS, at=[0, 2])
-def test_parameters_that_were_cast_and_cast_back_train_as_one_process(options, at):
-    """Torch then hangs other nodes into the graph, which DDP's hooks are not on."""
-    check(partial(move, at=at), OPTIONS[options])
 
 
 # ---- gradients that a script assigns to ``parameter.grad``, and values that it writes to parameters
@@ -513,7 +491,7 @@ LOOPS = [computes_them, replaces_one, takes_turns_with_backward]
 
 @matrix(1, options=["default", "views", "search", "static"], loop=named(LOOPS, lambda f: f.__name__))
 def test_they_are_averaged(options, loop):
-    assert_same_loop(loop, case_of(), Setting(TorchDDPPlugin, OPTIONS[options]))
+    assert_same_loop(loop, case_of(), under(options))
 
 
 def resets(model):
@@ -544,8 +522,9 @@ def test_values_that_differ_between_ranks_raise_in_the_next_step(write, name):
         step()
 
 
-def writes_alike(run):
-    """Reset a layer, by a generator that all ranks have alike, freeze it, load, and go on."""
+@same_loop(case_of(), Setting(TorchDDPPlugin))
+def test_equal_values_are_those_of_one_process(run):
+    """A layer is reset, by a generator that all ranks have alike, and frozen; values are loaded."""
     generator = torch.Generator().manual_seed(5)
     for step in range(5):
         if step == 2:
@@ -555,7 +534,3 @@ def writes_alike(run):
             run.net.load_state_dict({name: 0.5 * value for name, value in run.net.state_dict().items()})
         run.backward(run.loss(step))
         run.step()
-
-
-def test_equal_values_are_those_of_one_process():
-    assert_same_loop(writes_alike, case_of(), Setting(TorchDDPPlugin))

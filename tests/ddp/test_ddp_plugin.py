@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, noise, own_loss, train_boosted, train_plainly
-from driven_runs import assert_same_loop
+from driven_runs import same_loop
 from free_ports import free_port
 from ranked import on_ranks, raises_on_ranks
 from torch import nn
@@ -61,18 +61,15 @@ def test_compression_hooks_average(hook, relative):
     assert_equals_one_process(replace(CASE, tolerance=tolerance), Setting(TorchDDPPlugin, {"comm_hook": hook}))
 
 
-def powersgd():
+@on_ranks(2)
+def test_powersgd_gives_every_rank_the_same_gradients():
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
     state = PowerSGDState(process_group=None, start_powerSGD_iter=2, matrix_approximation_rank=2)
     setting = Setting(TorchDDPPlugin, {"comm_hook": "powersgd", "comm_hook_state": state})
-    return train_boosted(replace(CASE, steps=6), setting).trained.gradients, state.iter
-
-
-def test_powersgd_gives_every_rank_the_same_gradients():
-    (first, iterations), (second, _) = run_on_ranks(powersgd, 2)
-    assert iterations >= 4
-    for ours, theirs in zip(first, second, strict=True):
+    found = train_boosted(replace(CASE, steps=6), setting).trained.gradients
+    assert state.iter >= 4
+    for ours, theirs in zip(*collectives.all_gather_object(found), strict=True):
         assert_same_tensors(ours, theirs, EXACT)
 
 
@@ -126,24 +123,22 @@ def test_options_reach_ddp():
     ) == (True, False, 3 * 2**20, True, False)
 
 
-def first_step_decides():
+@on_ranks(2)
+def test_the_first_step_averages_at_the_end_of_backward_and_decides_that_nothing_is_searched():
     torch.manual_seed(0)
     booster, model, optimizer = boost(TinyMLP())
-    first, found = model.ddp, []
+    first = model.ddp
     for step in range(3):
         loss = model(batch(step)).mean()
-        found.append((model.ddp is first, model.ddp.find_unused_parameters, model.ddp.require_backward_grad_sync))
+        assert model.ddp is first
+        assert not model.ddp.find_unused_parameters
+        assert model.ddp.require_backward_grad_sync == (step > 0)
         booster.backward(loss, optimizer)
         gathered = collectives.all_gather_object({name: p.grad for name, p in model.named_parameters()})
         for other in gathered:
             assert_same_tensors(other, gathered[0], EXACT)
         optimizer.step()
         optimizer.zero_grad()
-    return found
-
-
-def test_the_first_step_averages_at_the_end_of_backward_and_decides_that_nothing_is_searched():
-    assert run_on_ranks(first_step_decides, 2) == [[(True, False, False), (True, False, True), (True, False, True)]] * 2
 
 
 @raises_on_ranks(GradientError, "'extra.weight', 'extra.bias'.*find_unused_parameters=True", 2)
@@ -162,14 +157,13 @@ def test_parameter_that_becomes_unused_raises_before_the_step():
         optimizer.zero_grad()
 
 
-class BatchNormAct(nn.BatchNorm1d):
-    """BatchNorm that applies an activation, as timm's ``BatchNormAct2d``."""
-
-    def forward(self, x):
-        return super().forward(x).relu()
-
-
 def test_sync_batchnorm_refuses_what_torch_would_not_replace():
+    class BatchNormAct(nn.BatchNorm1d):
+        """BatchNorm that applies an activation, as timm's ``BatchNormAct2d``."""
+
+        def forward(self, x):
+            return super().forward(x).relu()
+
     with pytest.raises(ConfigError, match=r"drop the forward of 1 .*'1' \(BatchNormAct\)"):
         check_sync_batchnorm(nn.Sequential(nn.Linear(8, 8), BatchNormAct(8)))
     with pytest.raises(ConfigError, match="the model is a `BatchNorm1d` itself"):
@@ -204,46 +198,41 @@ def test_each_rank_keeps_what_the_model_asks_ddp_to_ignore():
     assert [name for name in first if not torch.equal(first[name], second[name])] == ["first.weight"]
 
 
-def evaluated(how):
-    """Train a model with running statistics, and evaluate; return the next loss and the statistics."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    module.register_buffer("scale", torch.ones(1), persistent=False)
-    if how == "by torch alone":
-        model, optimizer = DistributedDataParallel(module), torch.optim.SGD(module.parameters(), lr=0.1)
-    else:
-        _, model, optimizer = boost(module)
-    for step in range(3):
-        train(model, optimizer, 1)
-        if how == "on all ranks" or (how == "on rank 0" and dist.get_rank() == 0):
-            with torch.no_grad():
-                model.eval()(batch(step))
-            model.train()
-    with torch.no_grad():
-        loss = model.eval()(batch(3)).square().mean()  # before which torch broadcasts buffers once more
-    return float(loss), module[1].running_mean.tolist()
-
-
+@on_ranks(2)
 def test_a_rank_may_evaluate_alone_and_statistics_are_those_of_rank_0():
-    found = run_on_ranks(evaluated, 2, "on rank 0")
-    assert found[0][1] == found[1][1]
-    assert found == run_on_ranks(evaluated, 2, "on all ranks") == run_on_ranks(evaluated, 2, "by torch alone")
+    def evaluated(how):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        module.register_buffer("scale", torch.ones(1), persistent=False)
+        if how == "by torch alone":
+            model, optimizer = DistributedDataParallel(module), torch.optim.SGD(module.parameters(), lr=0.1)
+        else:
+            _, model, optimizer = boost(module)
+        for step in range(3):
+            train(model, optimizer, 1)
+            if how == "on all ranks" or (how == "on rank 0" and dist.get_rank() == 0):
+                with torch.no_grad():
+                    model.eval()(batch(step))
+                model.train()
+        with torch.no_grad():
+            loss = model.eval()(batch(3)).square().mean()  # before which torch broadcasts buffers once more
+        return float(loss), module[1].running_mean.tolist()
+
+    found = evaluated("on rank 0")
+    first, second = collectives.all_gather_object(found)
+    assert first[1] == second[1]
+    assert found == evaluated("on all ranks") == evaluated("by torch alone")
 
 
-def missing_rank():
+@on_ranks(2, group_timeout_seconds=3)
+def test_rank_that_does_not_call_backward_is_named():
     booster, model, optimizer = boost(TinyMLP(), find_unused_parameters=False)
-    for step in range(3):
-        if step == 2 and dist.get_rank() == 1:
-            return
+    for step in range(2):
         booster.backward(model(batch(step)).mean(), optimizer)
         optimizer.step()
-
-
-def test_rank_that_does_not_call_backward_is_named():
-    with pytest.raises(RankError) as caught:
-        run_on_ranks(missing_rank, 2, group_timeout_seconds=3)
-    assert isinstance(caught.value.__cause__, MissingRanksError)
-    assert "`backward` #3 timed out" in str(caught.value.__cause__)
+    if dist.get_rank() == 0:
+        with pytest.raises(MissingRanksError, match="`backward` #3 timed out"):
+            booster.backward(model(batch(2)).mean(), optimizer)
 
 
 FROZEN_APART = """
@@ -272,7 +261,9 @@ def test_ranks_that_freeze_other_parameters_end_long_before_the_time_limit(scrip
     assert "rank 0 waits in `" in done.output
 
 
-def left_after_del(search, num_steps):
+@pytest.mark.parametrize(("search", "num_steps"), [(None, 2), (True, 2), (False, 0)])
+@on_ranks(2)
+def test_all_is_freed_with_the_last_reference(search, num_steps):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     booster, model, optimizer = boost(module, find_unused_parameters=search)
@@ -283,27 +274,19 @@ def left_after_del(search, num_steps):
     gc.disable()  # `del` is enough
     try:
         del booster, model, module, optimizer, kept
-        return [type(ref()).__name__ for ref in held if ref() is not None]
+        assert [type(ref()).__name__ for ref in held if ref() is not None] == []
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize(("search", "num_steps"), [(None, 2), (True, 2), (False, 0)])
-def test_all_is_freed_with_the_last_reference(search, num_steps):
-    assert run_on_ranks(left_after_del, 2, search, num_steps) == [[]] * 2
-
-
-def optimizer_alone(run):
-    """Keep the script's own model and the optimizer, and let go of what `boost` returned for the model."""
+@same_loop(CASE, Setting(TorchDDPPlugin), own=True)
+def test_gradients_are_averaged_where_only_the_optimizer_is_kept(run):
+    """The script keeps its own model and the optimizer, and lets go of what `boost` returned for the model."""
     run.model = None
     for step in range(3):
         run.mean(step, lambda x, _: run.net.first(x).square().mean()).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
-
-
-def test_gradients_are_averaged_where_only_the_optimizer_is_kept():
-    assert_same_loop(optimizer_alone, CASE, Setting(TorchDDPPlugin), own=True)
 
 
 # ---- sparse gradients of embedding tables are averaged in every step, and stay sparse

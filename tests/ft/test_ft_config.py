@@ -75,19 +75,16 @@ def test_a_page_that_does_not_show_this_group_is_not_taken_for_one_without_other
         groups_outside(f"http://127.0.0.1:{free_port()}", "group_1", 5.0)
 
 
-class OtherPage(BaseHTTPRequestHandler):
-    """A lighthouse whose page lists groups in another form."""
-
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b'<tr class="beat"><td>group_1:ab12</td><td>0.1 s</td></tr>')
-
-    def log_message(self, *_):
-        pass
-
-
 def test_a_page_of_another_form_is_told_at_once():
+    class OtherPage(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'<tr class="beat"><td>group_1:ab12</td><td>0.1 s</td></tr>')
+
+        def log_message(self, *_):
+            pass
+
     with HTTPServer(("127.0.0.1", 0), OtherPage) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()

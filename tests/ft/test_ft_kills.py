@@ -38,41 +38,35 @@ def _check_equal(commits):
         assert len(states) == len(rates) == 1, f"groups differ after step {step}"
 
 
-def _fail_and_return(groups, victim=1, ranks=None, sig=signal.SIGKILL):
-    """Let a group fail, wait until the others have gone on, start it again, and end all some steps later."""
-    groups.wait_for(0, 3, 180)
-    groups.kill(victim, ranks, sig)
-    if sig == signal.SIGKILL:
-        groups.wait_group(victim)
-    before = groups.steps(0)[-1]["step"]
-    groups.wait_for(0, before + 3)
-    if sig == signal.SIGSTOP and ranks is None:
-        groups.kill(victim, ranks, signal.SIGCONT)
-        began = groups.steps(0)[-1]["step"]
-        groups.wait_until(lambda: max(groups.commits(victim)) > began, 60, "the stopped group goes on")
-    else:
-        if sig == signal.SIGSTOP:
-            rank = next(each for each in range(groups.ranks) if each not in ranks)
-            ends = "Booster: this replica group ends, since"
-            groups.wait_until(lambda: ends in groups.output(victim, rank), 60, "the group notices")
-            groups.kill(victim)
-            groups.wait_group(victim)
-        groups.start(victim)
-        began = groups.steps(0)[-1]["step"]
-        groups.wait_until(lambda: max(groups.commits(victim)) > began, 180, "the group comes back")
-    groups.end_soon()
-    groups.wait_all(120)
-
-
 FAILURES = [(2, 1, None), (3, 1, None), (2, 2, None), (2, 2, [0]), (2, 2, [1])]
 """Numbers of groups and of ranks in each, and which ranks of the second group fail: all of them, or some."""
 
 
 @matrix(["2-1-None-kill"], **{"num_groups, ranks, victims": FAILURES}, how=["kill", "stop"])
 def test_a_group_that_fails_comes_back(num_groups, ranks, victims, how, tmp_path):
+    """The others go on meanwhile, and all end some steps later."""
     with replica_groups(tmp_path, num_groups, ranks) as groups:
         groups.start_all()
-        _fail_and_return(groups, ranks=victims, sig=signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        groups.wait_for(0, 3, 180)
+        groups.kill(1, victims, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        if how == "kill":
+            groups.wait_group(1)
+        before = groups.steps(0)[-1]["step"]
+        groups.wait_for(0, before + 3)
+        if how == "stop" and victims is None:
+            groups.kill(1, victims, signal.SIGCONT)
+        else:
+            if how == "stop":
+                rank = next(each for each in range(ranks) if each not in victims)
+                ends = "Booster: this replica group ends, since"
+                groups.wait_until(lambda: ends in groups.output(1, rank), 60, "the group notices")
+                groups.kill(1)
+                groups.wait_group(1)
+            groups.start(1)
+        began = groups.steps(0)[-1]["step"]
+        groups.wait_until(lambda: max(groups.commits(1)) > began, 180, "the group comes back, or goes on")
+        groups.end_soon()
+        groups.wait_all(120)
         _check(groups, survivors=[group for group in range(num_groups) if group != 1])
 
 

@@ -1,7 +1,8 @@
 """Make the k-th file operation of a kind fail, as a disk or its permissions do.
 
 The functions of `os`, `open` and file objects are replaced by ones that count and may raise, so it runs anywhere. What
-C++ code opens by itself, as torch does with some files, is not seen. `change_manifest` changes what a step's files say.
+C++ code opens by itself, as torch does with some files, is not seen. `change_manifest` changes what a step's files say,
+`flip_bit` what they hold.
 """
 
 import builtins
@@ -151,6 +152,13 @@ def _path_of(path):
         return os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - as above
     except TypeError:
         return None
+
+
+def flip_bit(path, position):
+    """Flip a bit of the byte at a position in a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
 
 
 def change_manifest(folder, change):

@@ -1,5 +1,7 @@
 """Replica groups for tests that kill nobody: the reused workers of `run_on_ranks`, launched as groups of their own."""
 
+import functools
+import inspect
 import time
 
 import torch
@@ -33,6 +35,34 @@ def run_groups(fn, num_groups, ranks=1, *args, min_replicas=None, **kwargs):
         return run_on_ranks(_in_group, num_groups * ranks, fn, num_groups, ports, server.address(), args, **settings)
     finally:
         server.shutdown()
+
+
+def on_groups(num_groups, ranks=1, **options):
+    """Let replica groups call the test, with a `Group` and pytest's parameters.
+
+    Args:
+        num_groups: Number of groups.
+        ranks: In each group, or the parameter of the test that has their number.
+        options: Those of `run_groups`.
+    """
+
+    def decorate(function):
+        _, *names = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def test(*values, **parameters):
+            if values:  # on a rank, which found the test under its name
+                function(*values)
+            else:
+                size = parameters[ranks] if isinstance(ranks, str) else ranks
+                run_groups(test, num_groups, size, *(parameters[name] for name in names), **options)
+
+        test.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        )
+        return test
+
+    return decorate
 
 
 def _in_group(fn, num_groups, ports, lighthouse, args):
@@ -78,6 +108,15 @@ class Group:
         say(folder, f"met-{self.index}")
         for other in range(self.num_groups * self.ranks):
             hear(folder, f"met-{other}")
+
+    def gather(self, folder, value):
+        """Return the values of all ranks of all groups; called once in a test."""
+        torch.save(value, folder / f"value-{self.index}")
+        say(folder, f"gave-{self.index}")
+        everyone = range(self.num_groups * self.ranks)
+        for other in everyone:
+            hear(folder, f"gave-{other}")
+        return [torch.load(folder / f"value-{other}", weights_only=False) for other in everyone]
 
 
 def say(folder, what):

@@ -253,10 +253,6 @@ def test_an_open_group_is_opened_again_after_an_error_a_death_and_a_call_on_othe
         assert [count for count, _ in opened.call(_group_through_its_store)] == [1, 1]
 
 
-def _random():
-    return torch.rand(3)
-
-
 def _ends():
     os._exit(3)
 
@@ -264,6 +260,6 @@ def _ends():
 def test_what_calls_on_an_open_group_leave_behind_is_told_when_it_closes():
     opened = ranks.Ranks(2)
     opened.call(_leave_thread)
-    assert len(opened.call(_random)) == 2
+    assert len(opened.call(_pid)) == 2
     with pytest.raises(RankError, match="The calls left behind on rank 0: thread 'forgotten'"):
         opened.close()

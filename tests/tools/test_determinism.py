@@ -48,16 +48,14 @@ def switches(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-def draws():
-    return random.random(), np.random.random_sample(), torch.rand(()).item()  # noqa: NPY002 - what scripts draw from
-
-
-def put_values():
-    torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))  # which of the two stays depends on timing
-
-
 @pytest.mark.usefixtures("switches")
 def test_everything_that_results_depend_on_is_set():
+    def draws():
+        return random.random(), np.random.random_sample(), torch.rand(()).item()  # noqa: NPY002 - what scripts draw from
+
+    def put_values():
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))  # which of the two stays depends on timing
+
     put_values()
     assert deterministic(7) == 7
     first = draws()

@@ -133,15 +133,14 @@ def test_settings_that_do_not_fit_come_after_those_that_do():
     assert plan(LINEAR, slow, plugins=["reference"]).best.step_seconds > 0.1
 
 
-class Exhausting(ReferencePlugin):
-    """Asks for more than there is, of memory that plans don't see, as torch's DDP does for very large models."""
-
-    def configure(self, objects, context):
-        msg = "can't allocate memory: you tried to allocate 282214825984 bytes"
-        raise RuntimeError(msg)
-
-
 def test_what_a_rank_holds_before_its_plan_stops_may_be_too_much(monkeypatch):
+    class Exhausting(ReferencePlugin):
+        """Asks for more than there is, of memory that plans don't see, as torch's DDP does for very large models."""
+
+        def configure(self, objects, context):
+            msg = "can't allocate memory: you tried to allocate 282214825984 bytes"
+            raise RuntimeError(msg)
+
     monkeypatch.setattr(candidates, "load", lambda name: {"exhausting": Exhausting, "reference": ReferencePlugin}[name])
     model_bytes = 4 * 1000 * 1000
     for memory, fits in ((model_bytes // 2, "no"), (10**9, "not planned")):

@@ -1,10 +1,12 @@
 """What a plan predicts of replicas in one process is what ranks hold and send, and what arithmetic says."""
 
+import contextlib
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import on_ranks
 from reference_plugins import ReferencePipelinePlugin, ReferencePlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
 from booster_runtime.memory import has_values
-from booster_testing import run_on_ranks
 from booster_tools.planning import TrainingStep, measure, shares_of, simulate
 from booster_tools.planning.recorder import StepRecorder, recorded
 from booster_tools.planning.world import planned_world
@@ -41,20 +42,13 @@ def build(make=Net):
     return model, torch.optim.AdamW(model.parameters())
 
 
-def batch():
-    return {"x": torch.ones(512, WIDTH)}
+def training(make):
+    share = shares_of(lambda: {"x": torch.ones(512, WIDTH)})
+    return TrainingStep(build=make, share=share, criterion=lambda outputs, _: outputs.square().mean())
 
 
-def squared(outputs, batch):
-    return outputs.square().mean()
-
-
-def training(make=build, **options):
-    return TrainingStep(build=make, share=shares_of(batch), criterion=squared, **options)
-
-
-def predict(make, world_size, rank=0, plugin_class=ReferencePlugin, **options):
-    return simulate(training(make, **options), plugin_class(), world_size, rank)
+def predict(make, world_size, rank=0, plugin_class=ReferencePlugin):
+    return simulate(training(make), plugin_class(), world_size, rank)
 
 
 def test_predictions_are_those_of_arithmetic():
@@ -98,50 +92,46 @@ def test_a_pipeline_of_one_stage_is_planned():
     assert found.flops == plain.flops
 
 
-def communicate(*, is_alone=False):
-    """Use each collective once, with the same values on both ranks; return the traffic and the results."""
-    rank = dist.get_rank()
-    values = torch.arange(8, dtype=torch.float32)
-    halves = [0, 4, 8]
-    with recorded(computes=False, is_alone=is_alone) as recorder:
-        collectives.all_gather_object("the first call chooses a transport")
-        recorder.start_step()
-        added, gathered, exchanged = torch.ones(4), values.clone(), torch.zeros(8)
-        reduced, sent = values.clone(), values.clone()
-        collectives.reduce_scatter(values, halves, added, scale=0.5, accumulate=True).wait()
-        plain = torch.empty(4)
-        collectives.reduce_scatter(values, halves, plain).wait()
-        gathered[4:] = gathered[:4]
-        collectives.all_gather(gathered, halves).wait()
-        same = torch.arange(4, dtype=torch.float32).repeat(2)
-        collectives.all_to_all(same, halves, exchanged, halves).wait()
-        collectives.all_reduce(reduced, dist.ReduceOp.SUM).wait()
-        collectives.broadcast(sent).wait()
-        collectives.reduce_scatter([(2, values[2:5])], halves, torch.zeros(4)).wait()
-        objects = collectives.all_gather_object("same")
-    traffic = {kind: (each.calls, each.payload_bytes, each.sent_bytes) for kind, each in recorder.traffic.items()}
-    start = halves[rank]
-    assert torch.equal(added, 1 + values[start : start + 4])
-    assert torch.equal(plain, 2 * values[start : start + 4])
-    assert torch.equal(reduced, 2 * values)
-    assert torch.equal(sent, values)
-    assert torch.equal(gathered, values[:4].repeat(2))
-    assert torch.equal(exchanged, same)
-    assert objects == ["same", "same"]
-    return traffic
-
-
+@on_ranks(2)
 def test_planned_collectives_answer_and_count_as_those_of_ranks():
-    found = run_on_ranks(communicate, 2)
-    for rank in range(2):
-        with planned_world(2, rank):
-            assert communicate(is_alone=True) == found[rank]
+    """Each collective is used once, with the same values on both ranks."""
+    rank, halves, traffic = dist.get_rank(), [0, 4, 8], []
+    values = torch.arange(8, dtype=torch.float32)
+    own = values[halves[rank] : halves[rank] + 4]
+    for is_alone in (False, True):
+        world = planned_world(2, rank) if is_alone else contextlib.nullcontext()
+        with world, recorded(computes=False, is_alone=is_alone) as recorder:
+            collectives.all_gather_object("the first call chooses a transport")
+            recorder.start_step()
+            added, gathered, exchanged = torch.ones(4), values.clone(), torch.zeros(8)
+            reduced, sent = values.clone(), values.clone()
+            collectives.reduce_scatter(values, halves, added, scale=0.5, accumulate=True).wait()
+            plain = torch.empty(4)
+            collectives.reduce_scatter(values, halves, plain).wait()
+            gathered[4:] = gathered[:4]
+            collectives.all_gather(gathered, halves).wait()
+            same = torch.arange(4, dtype=torch.float32).repeat(2)
+            collectives.all_to_all(same, halves, exchanged, halves).wait()
+            collectives.all_reduce(reduced, dist.ReduceOp.SUM).wait()
+            collectives.broadcast(sent).wait()
+            collectives.reduce_scatter([(2, values[2:5])], halves, torch.zeros(4)).wait()
+            objects = collectives.all_gather_object("same")
+        found = recorder.traffic.items()
+        traffic.append({kind: (each.calls, each.payload_bytes, each.sent_bytes) for kind, each in found})
+        assert torch.equal(added, 1 + own)
+        assert torch.equal(plain, 2 * own)
+        assert torch.equal(reduced, 2 * values)
+        assert torch.equal(sent, values)
+        assert torch.equal(gathered, values[:4].repeat(2))
+        assert torch.equal(exchanged, same)
+        assert objects == ["same", "same"]
+    of_ranks, planned = traffic
+    assert planned == of_ranks
     # Whole buffers are 32 bytes, of which half stays; of the parts, two elements are the first rank's, and one is not.
-    assert found[0]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 4)
-    assert found[1]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 8)
-    assert found[0]["all_gather"] == found[0]["all_to_all"] == (1, 32, 16)
-    assert found[0]["all_reduce"] == (1, 32, 32)
-    assert found[0]["broadcast"] == (1, 32, 32)
+    assert of_ranks["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + (8 if rank else 4))
+    assert of_ranks["all_gather"] == of_ranks["all_to_all"] == (1, 32, 16)
+    assert of_ranks["all_reduce"] == (1, 32, 32)
+    assert of_ranks["broadcast"] == (1, 32, 32)
 
 
 class Distributed(Net):
@@ -156,14 +146,11 @@ class Distributed(Net):
         return super().forward(x) + scattered.sum() * small.sum()
 
 
-def traffic_of_dtensor():
-    return measure(training(partial(build, Distributed)), ReferencePlugin()).traffic
-
-
+@on_ranks(2)
 def test_collectives_of_dtensor_are_counted():
-    measured_traffic, _ = run_on_ranks(traffic_of_dtensor, 2)
-    planned = predict(partial(build, Distributed), 2).traffic
-    assert planned == measured_traffic
+    measured = measure(training(partial(build, Distributed)), ReferencePlugin()).traffic
+    planned = predict(partial(build, Distributed), 2, dist.get_rank()).traffic
+    assert planned == measured
     block = 4 * 64 * WIDTH
     assert (planned["all_gather"].payload_bytes, planned["all_gather"].sent_bytes) == (2 * block, block)
     assert planned["reduce_scatter"].sent_bytes == block

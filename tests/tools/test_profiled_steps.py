@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from ranked import on_ranks
 from reference_plugins import ReferencePlugin
 
 from booster_core import Booster
@@ -17,44 +18,38 @@ from booster_core.ranks import NamedCall
 from booster_core.ranks.calls import OBSERVERS
 from booster_runtime import collectives
 from booster_runtime.trace import Trace
-from booster_testing import run_on_ranks
 from booster_tools import profile
 from booster_tools.tracking import memory_snapshots
 
-PARTS = {"forward", "backward", "clip_grad_by_norm", "step", "reduce", "save"}
 
+@on_ranks(2)
+def test_parts_of_a_step_are_ranges(tmp_path):
+    def classes():
+        return NamedCall.__enter__, NamedCall.__exit__, ModelWrapper.__call__, collectives.transport_of
 
-def classes():
-    return NamedCall.__enter__, NamedCall.__exit__, ModelWrapper.__call__, collectives.transport_of
-
-
-def profiled(folder):
     before = classes()
     booster, model = Booster(plugin=ReferencePlugin()), torch.nn.Linear(8, 8)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     flag = torch.ones(1)
-    with profile(booster, folder, wait=0, warmup=1, active=2):
+    with profile(booster, tmp_path, wait=0, warmup=1, active=2):
         assert before == classes(), "calls are observed, nothing is patched"
         for step in range(3):
             booster.backward(model(torch.ones(2, 8)).mean(), optimizer)
             if step == 1:
-                booster.save_model(model, folder / "model.safetensors")
+                booster.save_model(model, tmp_path / "model.safetensors")
             collectives.all_reduce(flag).wait()
             optimizer.clip_grad_by_norm(1.0)
             optimizer.step()
             optimizer.zero_grad()
     assert flag.item() == 2**3, "what is named is what is called"
-    return not OBSERVERS and "save_model" not in vars(booster)
-
-
-def test_parts_of_a_step_are_ranges(tmp_path):
-    assert run_on_ranks(profiled, 2, tmp_path) == [True, True]
-    for rank in range(2):
-        events = json.loads((tmp_path / f"trace-rank{rank}.json").read_text())["traceEvents"]
-        names = {event["name"] for event in events}
-        assert {f"booster:{part}" for part in PARTS} <= names
-        forwards = [e for e in events if e["name"] == "booster:forward" and e.get("cat") == "user_annotation"]
-        assert len(forwards) == 2  # of the active steps
+    assert not OBSERVERS
+    assert "save_model" not in vars(booster)
+    path = tmp_path / f"trace-rank{booster.context.coordinator.rank}.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    parts = ("forward", "backward", "clip_grad_by_norm", "step", "reduce", "save")
+    assert {f"booster:{part}" for part in parts} <= {event["name"] for event in events}
+    forwards = [e for e in events if e["name"] == "booster:forward" and e.get("cat") == "user_annotation"]
+    assert len(forwards) == 2  # of the active steps
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+from ranked import on_ranks
 from reference_plugins import ReferencePlugin
 from torch.utils.flop_counter import FlopCounterMode
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_testing import run_on_ranks
 from booster_tools.flops import MORE_FORMULAS
 from booster_tools.tracking import (
     JsonLines,
@@ -124,23 +124,13 @@ def test_groups_have_learning_rates_of_their_own(tmp_path):
     assert (row["lr/0"], row["lr/1"]) == (0.5, 0.25)
 
 
-class Failing(Tracker):
-    def start(self, step):
-        msg = "no network"
-        raise OSError(msg)
-
-    def log(self, step, values):
-        pytest.fail("it did not start")
-
-    def close(self):
-        pass
-
-
 def test_trackers_are_closed_where_one_does_not_start(tmp_path):
     booster, model, optimizer = boosted()
-    first = JsonLines(tmp_path / "a.jsonl")
-    with pytest.raises(OSError, match="no network"), track(optimizer, first, Failing()):
+    first, failing = JsonLines(tmp_path / "a.jsonl"), mock.create_autospec(Tracker, instance=True)
+    failing.start.side_effect = OSError("no network")
+    with pytest.raises(OSError, match="no network"), track(optimizer, first, failing):
         pass
+    failing.log.assert_not_called()
     with track(optimizer, JsonLines(tmp_path / "b.jsonl")) as run:  # no hooks are left behind
         train(booster, model, optimizer, run, 1)
     assert read_json_lines(tmp_path / "a.jsonl") == []
@@ -185,38 +175,28 @@ def test_bad_arguments_raise(tmp_path):
         read_json_lines(tmp_path / "b.jsonl")
 
 
-class _Slow(torch.nn.Module):
-    """A block that takes long on rank 1."""
+@on_ranks(2)
+def test_a_slow_rank_is_named(tmp_path):
+    class Slow(torch.nn.Sequential):
+        """A block that takes long on rank 1."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(4, 4)
+        def forward(self, x):
+            time.sleep(0.05 if torch.distributed.get_rank() == 1 else 0.005)
+            return super().forward(x)
 
-    def forward(self, x):
-        time.sleep(0.05 if torch.distributed.get_rank() == 1 else 0.005)
-        return self.inner(x)
-
-
-def measured(path):
-    model = torch.nn.Sequential(_Slow(), _Slow())
+    model = torch.nn.Sequential(*(Slow(torch.nn.Linear(4, 4)) for _ in range(2)))
     booster = Booster("cpu", plugin=ReferencePlugin())
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    warnings = []
+    path, warnings = tmp_path / "metrics.jsonl", []
     with (
         mock.patch.object(logging.getLogger("booster"), "warning", lambda _, *named: warnings.extend(named)),
         track(optimizer, JsonLines(path), meters=[Stragglers(booster, model, every=2)]),
     ):
         train_on(booster, model, optimizer, [torch.full((2, 4), float(torch.distributed.get_rank()))] * 5)
-    hooks = [len(module._forward_hooks) for module in booster.unwrap(model)]
-    return warnings, hooks
-
-
-def test_a_slow_rank_is_named(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for warnings, hooks in run_on_ranks(measured, 2, path):
-        assert hooks == [0, 0]
-        assert len(warnings) == 2
-        assert all(re.match(r"rank 1 on \S+ \(1\.\d\d\)$", named) for named in warnings)
+    assert not any(module._forward_hooks for module in booster.unwrap(model))
+    assert len(warnings) == 2
+    assert all(re.match(r"rank 1 on \S+ \(1\.\d\d\)$", named) for named in warnings)
+    booster.context.coordinator.block_all()  # rank 0 has written its file
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     compared = [row["step"] for row in rows if "slowest_rank" in row]
     assert compared == [2, 4]
@@ -251,14 +231,13 @@ def train_on(booster, model, optimizer, batches):
         optimizer.zero_grad()
 
 
-def slow_loader():
-    for samples in (2, 2, 4):
-        time.sleep(0.02)
-        yield torch.zeros(samples, 6, dtype=torch.long)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_rates_are_those_of_arithmetic(frozen, tmp_path):
+    def slow_loader():
+        for samples in (2, 2, 4):
+            time.sleep(0.02)
+            yield torch.zeros(samples, 6, dtype=torch.long)
+
     net = Net()
     net.embedding.requires_grad_(requires_grad=False)
     net.first.requires_grad_(requires_grad=not frozen)

@@ -15,8 +15,8 @@ from reference_plugins import ReferencePipelinePlugin, ReferencePlugin, Referenc
 from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
+from booster_runtime.collectives import all_gather_object
 from booster_runtime.single import SingleDeviceStrategy
-from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP
 from booster_tools import TrainingFunctions, verify
 from booster_tools.cli.verify import command
@@ -41,26 +41,22 @@ def batch(samples=4):
 FUNCTIONS = TrainingFunctions(build, batch, mse)
 
 
-def verify_plugin(plugin_class, precision):
+@pytest.mark.parametrize(
+    ("plugin_class", "size", "precision"),
+    [(ReferencePlugin, 2, None), (SingleDeviceStrategy, 1, "bf16"), (ReferencePipelinePlugin, 2, None)],
+)
+@on_ranks("size")
+def test_a_right_plugin_trains_as_one_process(plugin_class, size, precision):
     before = torch.get_rng_state()
     report = verify(FUNCTIONS, plugin_class(), mixed_precision=precision)
     assert torch.equal(torch.get_rng_state(), before)
     report.check()
     assert "trains as one process does" in str(report)
-    return [(found.what, found.step, found.name) for found in report.differences]
-
-
-@pytest.mark.parametrize(
-    ("plugin_class", "size", "precision"),
-    [(ReferencePlugin, 2, None), (SingleDeviceStrategy, 1, "bf16"), (ReferencePipelinePlugin, 2, None)],
-)
-def test_a_right_plugin_trains_as_one_process(plugin_class, size, precision):
-    first, *others = run_on_ranks(verify_plugin, size, plugin_class, precision)
-    assert others == [first] * (size - 1)
-    kinds = {what for what, _, _ in first}
-    assert kinds >= {"initial parameter", "evaluation loss", "loss", "gradient", "update"}
+    found = [(each.what, each.step, each.name) for each in report.differences]
+    assert all_gather_object(found) == [found] * size
+    assert {what for what, _, _ in found} >= {"initial parameter", "evaluation loss", "loss", "gradient", "update"}
     names = {name for name, _ in TinyMLP().named_parameters()}
-    assert {name for what, step, name in first if (what, step) == ("gradient", 2)} == names
+    assert {name for what, step, name in found if (what, step) == ("gradient", 2)} == names
 
 
 class Broken(ReferencePlugin):
@@ -99,50 +95,45 @@ def rename_outputs(objects):
     objects.model.register_forward_hook(lambda module, _, out: out if module.training else out[None])
 
 
-class SkipsTheEmbedding(SingleDeviceStrategy):
-    """Never updates an embedding, of which each batch hits few rows."""
-
-    api_version = 2
-
-    def configure(self, objects, context):
-        table = objects.model.table.weight
-        for group in objects.optimizer.param_groups:
-            group["params"] = [each for each in group["params"] if each is not table]
-        return super().configure(objects, context)
-
-
-class Looking(nn.Module):
-    """Has a table, of whose many rows few are looked up, and a bias that the loss hardly follows."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.out = nn.Embedding(16384, 8), nn.Linear(8, 4096, bias=False)
-        self.ignored = nn.Parameter(torch.zeros(1))
-        nn.init.uniform_(self.out.weight, -0.03, 0.03)
-
-    def forward(self, x):
-        return self.out(self.table(x)) + 1e-6 * self.ignored
-
-
-def build_looking():
-    model = Looking()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-
-def verify_looking(plugin_class):
-    looking = TrainingFunctions(
-        build_looking, lambda: {"x": torch.arange(4)}, lambda outputs, _: (outputs - 1).square().mean()
-    )
-    report = verify(looking, plugin_class(), mixed_precision="bf16")
-    return {found.name for found in report.unexplained if found.what == "update"}, str(report)
-
-
+@on_ranks(1)
 def test_updates_of_rows_that_few_samples_hit_are_compared_and_what_is_not_is_named():
-    [(found, text)] = run_on_ranks(verify_looking, 1, SingleDeviceStrategy)
+    class SkipsTheEmbedding(SingleDeviceStrategy):
+        """Never updates an embedding, of which each batch hits few rows."""
+
+        api_version = 2
+
+        def configure(self, objects, context):
+            table = objects.model.table.weight
+            for group in objects.optimizer.param_groups:
+                group["params"] = [each for each in group["params"] if each is not table]
+            return super().configure(objects, context)
+
+    class Looking(nn.Module):
+        """Has a table, of whose many rows few are looked up, and a bias that the loss hardly follows."""
+
+        def __init__(self):
+            super().__init__()
+            self.table, self.out = nn.Embedding(16384, 8), nn.Linear(8, 4096, bias=False)
+            self.ignored = nn.Parameter(torch.zeros(1))
+            nn.init.uniform_(self.out.weight, -0.03, 0.03)
+
+        def forward(self, x):
+            return self.out(self.table(x)) + 1e-6 * self.ignored
+
+    def verify_looking(plugin):
+        functions = TrainingFunctions(
+            lambda: (model := Looking(), torch.optim.AdamW(model.parameters(), lr=1e-4)),
+            lambda: {"x": torch.arange(4)},
+            lambda outputs, _: (outputs - 1).square().mean(),
+        )
+        report = verify(functions, plugin, mixed_precision="bf16")
+        return {found.name for found in report.unexplained if found.what == "update"}, str(report)
+
+    found, text = verify_looking(SingleDeviceStrategy())
     assert not found
     assert "Not compared: updates of parameters whose gradients are rounding errors" in text
     assert text.endswith("'ignored'.")
-    [(found, _)] = run_on_ranks(verify_looking, 1, SkipsTheEmbedding)
+    found, _ = verify_looking(SkipsTheEmbedding())
     assert found == {"table.weight"}
 
 
@@ -157,23 +148,11 @@ class HidesAParameter(ReferencePlugin):
     adapter_class = _Hides
 
 
-class Waiting(ReferencePlugin):
-    """Trains with the ranks of other launches."""
-
-    def what_to_plan(self):
-        return "its inner plugin 'ddp'"
-
-
 @raises_on_ranks(ConfigError, "waits for the ranks of other launches, .* Use its inner", 2)
 def test_a_plugin_that_waits_for_other_launches_is_refused():
-    verify(FUNCTIONS, Waiting())
-
-
-def found_by(make_plugin, make):
-    report = verify(TrainingFunctions(make, batch, mse), make_plugin())
-    with pytest.raises(GradientError, match="differs from one process"):
-        report.check()
-    return [(found.what, found.name) for found in report.unexplained]
+    plugin = ReferencePlugin()
+    plugin.what_to_plan = lambda: "its inner plugin 'ddp'"
+    verify(FUNCTIONS, plugin)
 
 
 @pytest.mark.parametrize(
@@ -187,16 +166,15 @@ def found_by(make_plugin, make):
         (partial(Broken, rename_outputs), "output", None, build),
     ],
 )
+@on_ranks(2)
 def test_a_broken_plugin_is_found_and_its_first_fault_is_named(make_plugin, what, name, make):
-    of_one, of_other = run_on_ranks(found_by, 2, make_plugin, make)
-    assert of_one == of_other
-    assert of_one[0][0] == what
-    assert name in (None, of_one[0][1])
-
-
-def dropping():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    report = verify(TrainingFunctions(make, batch, mse), make_plugin())
+    with pytest.raises(GradientError, match="differs from one process"):
+        report.check()
+    found = [(each.what, each.name) for each in report.unexplained]
+    assert all_gather_object(found) == [found] * 2
+    assert found[0][0] == what
+    assert name in (None, found[0][1])
 
 
 @on_ranks(2)
@@ -204,8 +182,8 @@ def test_dropout_is_off_while_it_compares_only():
     made = []
 
     def build_one():
-        made.append(dropping())
-        return made[-1]
+        made.append(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+        return made[-1], torch.optim.SGD(made[-1].parameters(), lr=0.1)
 
     functions = TrainingFunctions(
         build_one,
@@ -213,7 +191,7 @@ def test_dropout_is_off_while_it_compares_only():
         lambda outputs, batch: outputs.square().mean(),
     )
     verify(functions, ReferencePlugin()).check()
-    assert [model[1].p for model, *_ in made] == [0.5, 0.5]
+    assert [model[1].p for model in made] == [0.5, 0.5]
 
 
 def unseeded():

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from forked_scripts import torchrun_variables
-from ranked import raises_on_ranks
+from ranked import on_ranks, raises_on_ranks
 from trainer_runs import (
     NUM_EVALUATED,
     assert_same_parameters,
@@ -22,8 +22,9 @@ from trainer_runs import (
     train_heads,
 )
 
-from booster_core import Booster
+from booster_core import Booster, LossScaleConfig, PrecisionPolicy
 from booster_core.errors import CheckpointError, ConfigError
+from booster_runtime.collectives import all_gather_object
 from booster_testing import expect_on_ranks, run_on_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -128,19 +129,6 @@ def test_predictions_of_sequences_have_each_sample_once_and_losses_as_in_one_pro
             assert found[settings] == pytest.approx(known, rel=1e-4), settings
 
 
-class Stream(torch.utils.data.IterableDataset):
-    """Four batches, then the end; another order in each pass."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        for number in range(16):
-            yield {"input_ids": torch.full((4,), number + 16 * self.epoch), "labels": torch.full((4,), number)}
-
-
 def train_and_note(trainer, resume=None):
     """Train; return the first token of each sample, by batches."""
     seen, step = [], trainer.training_step
@@ -154,22 +142,35 @@ def train_and_note(trainer, resume=None):
     return seen
 
 
-def train_on_stream(folder, max_steps, resume=None):
-    settings = {"max_steps": max_steps, "save_steps": 3, "save_strategy": "steps", "do_eval": False}
-    trainer = make_trainer("reference", folder, rows=Stream(), num_accumulated=1, **settings)
-    return train_and_note(trainer, resume)
-
-
+@on_ranks(2)
 def test_a_run_resumes_in_the_pass_over_a_stream_in_which_it_stood(tmp_path):
-    whole = run_on_ranks(train_on_stream, 2, tmp_path / "whole", 9)
-    run_on_ranks(train_on_stream, 2, tmp_path, 3)
+    class Stream(torch.utils.data.IterableDataset):
+        """Four batches, then the end; another order in each pass."""
+
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            for number in range(16):
+                yield {"input_ids": torch.full((4,), number + 16 * self.epoch), "labels": torch.full((4,), number)}
+
+    def train_on_stream(folder, max_steps, resume=None):
+        settings = {"max_steps": max_steps, "save_steps": 3, "save_strategy": "steps", "do_eval": False}
+        trainer = make_trainer("reference", folder, rows=Stream(), num_accumulated=1, **settings)
+        return train_and_note(trainer, resume)
+
+    whole = train_on_stream(tmp_path / "whole", 9)
+    train_on_stream(tmp_path, 3)
     for step in (3, 6):  # in the first pass, and in the second, where the resumed run has saved
-        rest = run_on_ranks(train_on_stream, 2, tmp_path, 9, str(tmp_path / f"checkpoint-{step}"))
-        assert rest == [each[step:] for each in whole]
+        assert train_on_stream(tmp_path, 9, str(tmp_path / f"checkpoint-{step}")) == whole[step:]
 
 
-def see_samples(folder, strategy):
-    """Return the numbers of the samples of two epochs, which begin after ranks have begun to draw differently."""
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+@on_ranks(2)
+def test_each_sample_comes_once_though_ranks_draw_differently(strategy, tmp_path):
+    """In two epochs, which begin after ranks have begun to draw differently."""
     from transformers import TrainingArguments
 
     changes = {"train_sampling_strategy": strategy}
@@ -177,48 +178,35 @@ def see_samples(folder, strategy):
         changes = {"group_by_length": strategy == "group_by_length"}
     rows = [{"input_ids": torch.full((4 + number % 3,), number), "labels": number % 2} for number in range(16)]
     model = heads()["reward"][0]()
-    trainer = make_trainer("reference", folder, model=model, rows=rows, num_accumulated=1, **changes)
+    trainer = make_trainer("reference", tmp_path, model=model, rows=rows, num_accumulated=1, **changes)
     trainer.data_collator = lambda samples: {
         "input_ids": torch.stack([each["input_ids"][:4] for each in samples]),
         "labels": torch.tensor([each["labels"] for each in samples]),
     }
     trainer.evaluate(rows[:4])
-    return [token for batch in train_and_note(trainer) for token in batch], torch.rand(()).item()
-
-
-@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
-def test_each_sample_comes_once_though_ranks_draw_differently(strategy, tmp_path):
-    (first, drawn), (second, other) = run_on_ranks(see_samples, 2, tmp_path, strategy)
+    seen = [token for batch in train_and_note(trainer) for token in batch]
+    (first, drawn), (second, other) = all_gather_object((seen, torch.rand(()).item()))
     assert drawn != other
     for epoch in (slice(0, 8), slice(8, 16)):
         assert sorted(first[epoch] + second[epoch]) == list(range(16))
     assert first[:8] != first[8:]
 
 
-def evaluate_first(folder):
-    """Keep the best of two checkpoints, clipping by value, after an evaluation that must change nothing."""
+@on_ranks(1)
+def test_the_best_checkpoint_is_loaded_and_an_evaluation_before_changes_nothing(plain, tmp_path):
     by_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
-    trainer = make_trainer("single", folder, **by_epoch, **best)
-    first = trainer.evaluate()["eval_tokens"]
+    trainer = make_trainer("single", tmp_path, **by_epoch, **best)
+    trainer.evaluate()
     trainer.train()
     predicted = metrics_of(trainer.predict(trainer.eval_dataset))
     with pytest.raises(ConfigError, match="not gathered on one rank"):
-        trainer.accelerator.save_state(str(folder))
+        trainer.accelerator.save_state(str(tmp_path))
     assert trainer.accelerator.unwrap_model(trainer.model_wrapped) is trainer.model
-    return first, steps_of(trainer), predicted, trainer.state.best_global_step
-
-
-def test_the_best_checkpoint_is_loaded_and_an_evaluation_before_changes_nothing(plain, tmp_path):
-    [(_, steps, predicted, best)] = run_on_ranks(evaluate_first, 1, tmp_path)
-    assert steps == [pytest.approx(expected, rel=1e-4) for expected in plain[0]]
+    assert steps_of(trainer) == [pytest.approx(expected, rel=1e-4) for expected in plain[0]]
     assert predicted["count"] == NUM_EVALUATED
     [kept] = tmp_path.glob("checkpoint-*")
-    assert kept.name == f"checkpoint-{best}"
-
-
-def refused(folder, precision, changes):
-    make_trainer("reference", folder, precision=precision, **changes).train()
+    assert kept.name == f"checkpoint-{trainer.state.best_global_step}"
 
 
 @pytest.mark.parametrize(
@@ -231,9 +219,10 @@ def refused(folder, precision, changes):
         (None, {"auto_find_batch_size": True}, "would leave the others waiting"),
     ],
 )
+@on_ranks(2)
 def test_arguments_that_contradict_the_booster_raise_on_every_rank(precision, changes, message, tmp_path):
-    errors = expect_on_ranks(ConfigError, message, refused, 2, tmp_path, precision, changes)
-    assert all(errors)
+    with pytest.raises(ConfigError, match=message):
+        make_trainer("reference", tmp_path, precision=precision, **changes).train()
 
 
 @raises_on_ranks(ConfigError, "spread over devices when it was loaded", 1)
@@ -253,7 +242,9 @@ def test_a_checkpoint_of_the_plain_trainer_raises_on_every_rank(tmp_path):
     assert all(errors)
 
 
-def resume_where_one_rank_cannot_read_the_scheduler(folder):
+@on_ranks(2)
+def test_a_scheduler_that_one_rank_cannot_read_raises_on_every_rank(tmp_path):
+    train("reference", tmp_path, stopped_after=2)
     read = torch.load
 
     def failing(file, *args, **kwargs):
@@ -262,29 +253,22 @@ def resume_where_one_rank_cannot_read_the_scheduler(folder):
             raise OSError(msg)
         return read(file, *args, **kwargs)
 
-    with mock.patch.object(torch, "load", failing):
-        make_trainer("reference", folder).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    trainer = make_trainer("reference", tmp_path)
+    with mock.patch.object(torch, "load", failing), pytest.raises(Exception, match="the disk of this host is gone"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_a_scheduler_that_one_rank_cannot_read_raises_on_every_rank(tmp_path):
-    run_on_ranks(train, 2, "reference", tmp_path, stopped_after=2)
-    resume = resume_where_one_rank_cannot_read_the_scheduler
-    errors = expect_on_ranks(Exception, "the disk of this host is gone", resume, 2, tmp_path)
-    assert all(errors)
-
-
-def train_in_fp16(folder, scale):
-    from booster_core import LossScaleConfig, PrecisionPolicy
-
-    precision = PrecisionPolicy(compute_dtype=torch.float16, loss_scale=LossScaleConfig(initial_scale=scale))
-    trainer = make_trainer("reference", folder, precision=precision, max_steps=3)
-    trainer.train()
-    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-
-
+@on_ranks(2)
 def test_the_scheduler_waits_where_fp16_overflows(tmp_path):
-    assert run_on_ranks(train_in_fp16, 2, tmp_path, 2.0**32)[0][:2] == [0.0, 0.0]
-    assert run_on_ranks(train_in_fp16, 2, tmp_path, 2.0**4)[0][1] > 0.0
+    def rates(initial_scale):
+        scaling = LossScaleConfig(initial_scale=initial_scale)
+        precision = PrecisionPolicy(compute_dtype=torch.float16, loss_scale=scaling)
+        trainer = make_trainer("reference", tmp_path, precision=precision, max_steps=3)
+        trainer.train()
+        return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+    assert rates(2.0**32)[:2] == [0.0, 0.0]
+    assert rates(2.0**4)[1] > 0.0
 
 
 ARGUMENTS_FIRST = """
