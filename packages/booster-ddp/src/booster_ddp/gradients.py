@@ -110,7 +110,10 @@ class UnreducedGradients:
         self.trained: Mapping[str, nn.Parameter] = {}
         self._tracked: list[nn.Parameter] = []
         self._untracked = self.named
-        self._versions = self.named, [*map(_version_of, self.named.values())]
+        self._versions: tuple[Mapping[str, nn.Parameter], list[int]] = (
+            self.named,
+            [*map(_version_of, self.named.values())],
+        )
         self._seen = [-1, 0]  # the last backward, and of how many parameters it has given the gradients
         self._exist = False
         self.begin({}, averages_at_end=False)
