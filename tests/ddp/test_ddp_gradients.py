@@ -19,6 +19,7 @@ from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_ddp import TorchDDPPlugin
 from booster_testing.compare import tolerance_for
@@ -519,6 +520,34 @@ def test_values_that_differ_between_ranks_raise_in_the_next_step(write, name):
     write(run.model)
     step()  # which tells the others, and waits for nobody
     with pytest.raises(ConfigError, match=f"what was written to '{name}'.*seeded alike"):
+        step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("past_autograd", [False, True])
+def test_values_of_a_first_batch_raise_where_ranks_have_other_ones(past_autograd):
+    """As activation normalization of flows begins (Kingma and Dhariwal, Glow, 2018)."""
+
+    class Normalized(nn.Linear):
+        is_begun = False
+
+        def forward(self, x):
+            if not self.is_begun:
+                with torch.no_grad():
+                    (self.bias.data if past_autograd else self.bias).copy_(-super().forward(x).mean(0))
+                self.is_begun = True
+            return super().forward(x)
+
+    model = Normalized(4, 3)
+    booster = Booster(plugin=TorchDDPPlugin())
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step():
+        booster.backward(model(torch.randn(5, 4)).square().mean(), optimizer)
+        optimizer.step()
+
+    step()
+    with pytest.raises(ConfigError, match=r"what was written to 'bias'.*seeded alike"):
         step()
 
 

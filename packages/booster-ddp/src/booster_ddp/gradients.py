@@ -47,7 +47,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 
 def _bits(parameter: Tensor) -> Tensor:
-    flat = parameter.detach().contiguous().view(-1)
+    values = parameter.detach()
+    flat = (torch.view_as_real(values) if values.is_complex() else values).contiguous().view(-1)
     return flat.view(_INTEGERS[flat.element_size()])
 
 
@@ -109,7 +110,10 @@ class UnreducedGradients:
         self.trained: Mapping[str, nn.Parameter] = {}
         self._tracked: list[nn.Parameter] = []
         self._untracked = self.named
-        self._versions: tuple[Mapping[str, nn.Parameter], list[int]] = ({}, [])
+        self._versions: tuple[Mapping[str, nn.Parameter], list[int]] = (
+            self.named,
+            [*map(_version_of, self.named.values())],
+        )
         self._seen = [-1, 0]  # the last backward, and of how many parameters it has given the gradients
         self._exist = False
         self.begin({}, averages_at_end=False)
@@ -160,7 +164,8 @@ class UnreducedGradients:
 
         Layers that are reset in a run (Nikishin et al., The primacy bias in deep reinforcement learning, 2022) draw
         other values on each rank, and a rank that loads alone has others: nothing would make the replicas equal again.
-        What goes through ``.data`` is not found: saving compares all values.
+        What goes through ``.data`` is not found, except in the first step, in which all parameters count as written:
+        saving compares all values.
         """
         of, before = self._versions
         if before == (now := [*map(_version_of, of.values())]):
