@@ -46,7 +46,7 @@ class ShardedTensor(DTensor):
     unreduced: Collection[Any] = ()
     on_drop: Callable[[], None]
     on_absent: Callable[[], None]
-    kind: type
+    kind: type = nn.Parameter
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out the operation
