@@ -24,7 +24,7 @@ class CountsByGroup(torch.optim.Optimizer):
 
 
 class OtherMomentum(torch.optim.Optimizer):
-    """Keeps momentum in bf16 beside fp32 parameters, as Adafactor with a narrow one, and in fp32 beside narrow ones."""
+    """Keeps momentum in bf16 for fp32 parameters, as Adafactor with a narrow one, and in fp32 for narrow ones."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})

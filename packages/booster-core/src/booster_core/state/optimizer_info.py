@@ -124,8 +124,8 @@ class OptimizerInfo:
     def with_own_dtypes(self, states: Mapping[str, Mapping[str, TensorMeta]]) -> dict[str, dict[str, TensorMeta]]:
         """Return the tensors of a saved state, by parameter and state name, those marked that keep their type.
 
-        An optimizer may keep state in another type than what it steps on, a narrow momentum beside fp32 weights or
-        fp32 beside narrow ones, where torch's ``load_state_dict`` would convert it.
+        An optimizer may keep state in another type than what it steps on, a narrow momentum next to fp32 weights or
+        fp32 next to narrow ones, where torch's ``load_state_dict`` would convert it.
         """
         kept: dict[str, dict[str, TensorMeta]] = {}
         for name, held in states.items():
