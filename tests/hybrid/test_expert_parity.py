@@ -29,6 +29,11 @@ def test_gradients_norms_and_steps_are_those_of_one_process(name):
         assert {shape[0] for shape in shapes} == {4}
 
 
+@matrix(["llama4"], name=list(MODELS))
+def test_experts_that_tensor_parallel_ranks_split_give_those_of_one_process(name):
+    assert_parity(name, {"tp_size": 2})
+
+
 MESHES = {
     "dp2": (4, {"ep_size": 2}),
     "zero1": (2, {"ep_size": 2, "zero_stage": 1}),

@@ -93,11 +93,12 @@ def test_a_first_forward_in_inference_mode_changes_nothing(options):
     assert_same_tensors(*found, EXACT)
 
 
-@pytest.mark.parametrize("begins_at", [0, 2])
+@pytest.mark.parametrize(("begins_at", "trains"), [(0, True), (2, True), (0, False)], ids=["0", "2", "evaluated"])
 @on_ranks(2)
-def test_a_penalty_on_a_part_of_a_parameter_raises(begins_at):
+def test_a_penalty_on_a_part_of_a_parameter_raises(begins_at, trains):
     def penalize(names, **options):
         booster, boosted, model, tokens = boost({**TENSOR, **options})
+        boosted.model.train(trains)
         for _ in range(begins_at):
             step(booster, boosted, tokens)
         step(booster, boosted, tokens, sum(model.get_parameter(name).norm() for name in names))

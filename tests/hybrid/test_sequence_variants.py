@@ -225,7 +225,7 @@ def mixing(kind):
     if kind != "own layer":
         layers[1].mlp = Mixing(layers[1].mlp)
     if kind.startswith("own layer"):
-        layers[0] = MixingLayer(layers[0], 1.0 if kind == "own layer" else 1e-4)
+        layers[0] = MixingLayer(layers[0], 1.0 if kind == "own layer" else 1e-5)
     return model
 
 
