@@ -474,7 +474,7 @@ class _Installer:
 
     def _keep_partition(self, head: nn.Module, sizes: list[int]) -> None:
         """Let a head's logits know which part of the vocabulary they are."""
-        state = {"is_traced": False}
+        state, group = {"is_traced": False}, self._group  # hooks stay, and with `self` every parameter would
 
         def begin(_module: nn.Module, _args: Any) -> None:
             # Where the whole model is compiled, be it after `boost`, the compiler comes by here, and it takes the shape
@@ -483,11 +483,11 @@ class _Installer:
 
         def mark(_module: nn.Module, _args: Any, logits: Tensor) -> Tensor:
             if state["is_traced"]:
-                return gather_last(logits, sizes, self._group)
+                return gather_last(logits, sizes, group)
             # A loss that was computed in the place of logits, or those of a copy of the head that peft keeps inside.
             if not logits.dim() or isinstance(logits, SplitLogits):
                 return logits
-            return split_logits(logits, ByVocabulary(sizes, self._group))
+            return split_logits(logits, ByVocabulary(sizes, group))
 
         self._changes.hook(self._model.register_forward_pre_hook(begin))
         self._changes.hook(head.register_forward_hook(mark))
