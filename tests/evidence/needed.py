@@ -49,7 +49,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="needed-") as folder:
         root = Path(folder) / "tree"
         subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(root)], check=True)
-        run = partial(_failed, root, seconds=asked.seconds)
+        run = partial(failed, root, seconds=asked.seconds)
         sources = [each.partition("::")[0] for each in asked.sources]
         own = _lines_run(root, asked.tests, sources)
         others = {each: _lines_run(root, [each], sources) for each in asked.others}
@@ -127,7 +127,7 @@ def _plant(file, mutant):
     file.write_text(ast.unparse(ast.fix_missing_locations(tree)), encoding="utf-8")
 
 
-def _failed(root, tests, *options, seconds):
+def failed(root, tests, *options, seconds):
     """Return the tests that fail, or what else went wrong."""
     report = root.with_suffix(".xml")
     report.unlink(missing_ok=True)
