@@ -95,10 +95,10 @@ STRATEGIES = {
 }
 
 
-def change_settings(name, change):
+def change_settings(name, change, plugin=None):
     """Take steps, between the first and the second of which settings change."""
     torch.manual_seed(0)
-    model, booster = tiny_llama(), Booster("cpu", plugin=STRATEGIES[name]())
+    model, booster = tiny_llama(), Booster("cpu", plugin=plugin or STRATEGIES[name]())
     parameters = list(model.parameters())
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": torch.tensor(0.1)}]
     optimizer = torch.optim.AdamW(groups, lr=0.1, foreach=False)
@@ -123,8 +123,10 @@ def change_settings(name, change):
 @on_ranks(2)
 def test_settings_that_come_to_differ_are_refused_by_the_next_step(name, change):
     function, message = CHANGES[change]
+    searches = (name, change) == ("ddp", "rate and use on one")  # or the next backward waits for what rank 1 leaves out
+    plugin = TorchDDPPlugin(find_unused_parameters=True) if searches else None
     with pytest.raises(ConfigError, match=message):
-        change_settings(name, function)
+        change_settings(name, function, plugin)
 
 
 FREEZING = ["third party", "zero-1", "gemini", "zero-1 clipped", "zero-1 fp16", "gemini clipped", "gemini fp16"]
