@@ -19,7 +19,6 @@ from ranked import on_ranks, raises_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_ddp import TorchDDPPlugin
 from booster_testing.compare import tolerance_for
@@ -493,62 +492,6 @@ LOOPS = [computes_them, replaces_one, takes_turns_with_backward]
 @matrix(1, options=["default", "views", "search", "static"], loop=named(LOOPS, lambda f: f.__name__))
 def test_they_are_averaged(options, loop):
     assert_same_loop(loop, case_of(), under(options))
-
-
-def resets(model):
-    """Reset a layer, as agents that learn from rewards do every so many steps."""
-    model.left.reset_parameters()
-
-
-def loads_on_one_rank(model):
-    if dist.get_rank() == 0:
-        model.load_state_dict({name: torch.full_like(value, 0.1) for name, value in model.state_dict().items()})
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("write", "name"), [(resets, "left.weight"), (loads_on_one_rank, "first.weight")])
-def test_values_that_differ_between_ranks_raise_in_the_next_step(write, name):
-    run = on_rank({})
-
-    def step():
-        run.backward(run.loss(0))
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-    step()
-    torch.manual_seed(dist.get_rank())
-    write(run.model)
-    step()  # which tells the others, and waits for nobody
-    with pytest.raises(ConfigError, match=f"what was written to '{name}'.*seeded alike"):
-        step()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("past_autograd", [False, True])
-def test_values_of_a_first_batch_raise_where_ranks_have_other_ones(past_autograd):
-    """As activation normalization of flows begins (Kingma and Dhariwal, Glow, 2018)."""
-
-    class Normalized(nn.Linear):
-        is_begun = False
-
-        def forward(self, x):
-            if not self.is_begun:
-                with torch.no_grad():
-                    (self.bias.data if past_autograd else self.bias).copy_(-super().forward(x).mean(0))
-                self.is_begun = True
-            return super().forward(x)
-
-    model = Normalized(4, 3)
-    booster = Booster(plugin=TorchDDPPlugin())
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def step():
-        booster.backward(model(torch.randn(5, 4)).square().mean(), optimizer)
-        optimizer.step()
-
-    step()
-    with pytest.raises(ConfigError, match=r"what was written to 'bias'.*seeded alike"):
-        step()
 
 
 @same_loop(case_of(), Setting(TorchDDPPlugin))

@@ -19,15 +19,16 @@ def test_copies_are_cut_alike_at_every_place(kind):
     copied = replace(plain, copies=(0, 3))
 
     def plans_of_copies(bucket_bytes, others):
+        parameters = [nn.Parameter(torch.zeros(size)) for size in (300, 7, 40, *others)]
         layout = Layout(
-            nn.Module(),
+            nn.ParameterList(parameters),
             ShardingRanks(shard_group=None, shard_rank=0, shard_size=2),
             lambda plan, parameters, format_, ranks: SimpleNamespace(plan=plan, format=format_),
             bucket_bytes=bucket_bytes,
         )
-        own = {10 + index: nn.Parameter(torch.zeros(size)) for index, size in enumerate(others)}
+        own = dict(enumerate(parameters[3:], 3))
         layout.add(own, dict.fromkeys(own, plain))
-        shared = {index: nn.Parameter(torch.zeros(size)) for index, size in ((3, 40), (2, 7), (1, 300))}
+        shared = {index: parameters[index] for index in (2, 1, 0)}
         layout.add(shared, dict.fromkeys(shared, copied))
         return [bucket.plan for bucket in layout.buckets if bucket.format.copies]
 

@@ -10,7 +10,6 @@ averaged carry a mark, so that all others are averaged before they are used.
 from __future__ import annotations
 
 import enum
-import operator
 import weakref
 from typing import TYPE_CHECKING
 
@@ -40,16 +39,6 @@ if TYPE_CHECKING:
 
 _AVERAGED = "_booster_is_averaged"
 """Key in the ``__dict__`` of a gradient that is averaged; what a script assigns has none."""
-
-
-_version_of = operator.attrgetter("_version")
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def _bits(parameter: Tensor) -> Tensor:
-    values = parameter.detach()
-    flat = (torch.view_as_real(values) if values.is_complex() else values).contiguous().view(-1)
-    return flat.view(_INTEGERS[flat.element_size()])
 
 
 class Reduction(enum.Enum):
@@ -110,10 +99,6 @@ class UnreducedGradients:
         self.trained: Mapping[str, nn.Parameter] = {}
         self._tracked: list[nn.Parameter] = []
         self._untracked = self.named
-        self._versions: tuple[Mapping[str, nn.Parameter], list[int]] = (
-            self.named,
-            [*map(_version_of, self.named.values())],
-        )
         self._seen = [-1, 0]  # the last backward, and of how many parameters it has given the gradients
         self._exist = False
         self.begin({}, averages_at_end=False)
@@ -154,29 +139,6 @@ class UnreducedGradients:
             if id(parameter) not in known:
                 self._tracked.append(parameter)
                 parameter.register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
-
-    def note_versions(self) -> None:
-        """Remember the parameters as the optimizer has left them; see `written`."""
-        self._versions = self.trained, [*map(_version_of, self.trained.values())]
-
-    def written(self) -> dict[str, int]:
-        """Return digests of the parameters that a script has written to since the step before, by name.
-
-        Layers that are reset in a run (Nikishin et al., The primacy bias in deep reinforcement learning, 2022) draw
-        other values on each rank, and a rank that loads alone has others: nothing would make the replicas equal again.
-        What goes through ``.data`` is not found, except in the first step, in which all parameters count as written:
-        saving compares all values.
-        """
-        of, before = self._versions
-        if before == (now := [*map(_version_of, of.values())]):
-            return {}
-        changed = {
-            name: each
-            for (name, each), old, new in zip(of.items(), before, now, strict=True)
-            if old != new and name in self.trained
-        }
-        sums = [_bits(each).sum(dtype=torch.int64) for each in changed.values()]
-        return dict(zip(changed, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
     @property
     def exist(self) -> bool:

@@ -115,9 +115,9 @@ class DDPOptimizer(OptimizerWrapper):
         """
         if closure is None:
             self.settle()
-        self.scaling.settings.written = self._averaged.written()
+        self.scaling.settings.find_written(self._averaged.trained)
         result = super().step(closure)
-        self._averaged.note_versions()
+        self.scaling.settings.note_versions(self._averaged.trained)
         if (model := self._averaged.model) is not None:
             model.after_step()
         return result

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from types import MappingProxyType
+import operator
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     _Values = list[list[tuple[tuple[str, Any], ...]]]
 
 _NUM_BYTES = 8  # of XXH3 with 64 bits
+_version_of = operator.attrgetter("_version")
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _NOT_COMPARED = ("params", "param_names")
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _REMEDY = (
@@ -49,15 +52,40 @@ class GroupSettings:
 
     Attributes:
         written: By name, digests of the values that a script has written to parameters since the step before; for
-            strategies that keep replicas of these.
+            strategies that keep replicas of these, see `find_written`.
     """
 
     def __init__(self) -> None:
         self.written: Mapping[str, int] = {}
+        self._versions: tuple[Mapping[str, nn.Parameter], list[int]] | None = None
         self._values: _Values = []
         self._trained = b""
         self._note = b""
         self._pending: tuple[Callable[[], bytes], _Values, bytes, Mapping[str, int]] | None = None
+
+    def note_versions(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Remember replicas of parameters as a step has left them; see `find_written`."""
+        self._versions = parameters, _versions_of(parameters)
+
+    def find_written(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Find the parameters that a script has written to since the step before, whose values ranks are to compare.
+
+        Layers that are reset in a run (Nikishin et al., The primacy bias in deep reinforcement learning, 2022) draw
+        other values on each rank, and a rank that loads alone has others: nothing would make the replicas equal again.
+        What goes through ``.data`` is not found, except in the first step, in which all parameters count as written, as
+        activation normalization of flows sets them by the first batch (Kingma and Dhariwal, Glow, 2018).
+
+        Args:
+            parameters: Those that every rank has whole now.
+        """
+        of, before = self._versions or (parameters, [])
+        now = _versions_of(of)
+        self.written = {}
+        if before != now:
+            pairs = zip_longest(of.items(), before, now)
+            changed = {name: each for (name, each), old, new in pairs if old != new and name in parameters}
+            sums = [_bits(each).sum(dtype=torch.int64) for each in changed.values()]
+            self.written = dict(zip(changed, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
     def note(self, groups: Sequence[Sequence[Mapping[str, Any]]], trained: bytes) -> bytes:
         """Return the bytes to send.
@@ -69,9 +97,8 @@ class GroupSettings:
         values = [[tuple(map(_plain, group.items())) for group in of_one] for of_one in groups]
         if values != self._values or trained != self._trained or not self._note:
             self._values, self._trained = values, trained
-            own = xxhash.xxh3_64_digest(repr(values).encode() + trained)
-            self._note = own + bytes(255 - byte for byte in own)
-        return self._note
+            self._note = _with_complement(repr(values).encode() + trained)
+        return self._note if not self.written else _with_complement(self._note + repr(self.written).encode())
 
     def check(self, largest: bytes, names: Iterable[str], context: BoostContext) -> None:
         """Raise where ranks have sent different bytes.
@@ -86,7 +113,7 @@ class GroupSettings:
 
         Collective: every rank of the world, where ranks differ; else none.
         """
-        _check(largest, self._values, dict(zip(names, self._trained, strict=True)), context)
+        _check(largest, self._values, dict(zip(names, self._trained, strict=True)), context, self.written)
 
     def exchange(
         self,
@@ -108,10 +135,24 @@ class GroupSettings:
             self._pending = None
             _check(received(), values, dict(zip(parameters, trained, strict=False)), context, written)
         note = self.note(groups, bytes(parameter.requires_grad for parameter in parameters.values()))
-        if self.written:
-            own = xxhash.xxh3_64_digest(note + repr(self.written).encode())
-            note = own + bytes(255 - byte for byte in own)
         self._pending = _send(note, context.device), self._values, self._trained, self.written
+
+
+def _with_complement(told: bytes) -> bytes:
+    own = xxhash.xxh3_64_digest(told)
+    return own + bytes(255 - byte for byte in own)
+
+
+def _versions_of(parameters: Mapping[str, nn.Parameter]) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - parameters may have a class of their own
+        return [*map(_version_of, parameters.values())]
+
+
+def _bits(parameter: Tensor) -> Tensor:
+    """Return a parameter's values as integers."""
+    values = parameter.detach()
+    flat = (torch.view_as_real(values) if values.is_complex() else values).contiguous().view(-1)
+    return flat.view(_INTEGERS[flat.element_size()])
 
 
 def _check(
@@ -119,7 +160,7 @@ def _check(
     values: _Values,
     trained: Mapping[str, int],
     context: BoostContext,
-    written: Mapping[str, int] = MappingProxyType({}),
+    written: Mapping[str, int],
 ) -> None:
     if all(a + b == 255 for a, b in zip(largest[:_NUM_BYTES], largest[_NUM_BYTES:], strict=True)):
         return

@@ -10,6 +10,7 @@ import operator
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch.distributed as dist
 from torch._C import DisableTorchFunctionSubclass
 
 from booster_core.errors import ConfigError
@@ -141,7 +142,12 @@ class ShardedEngine:
     @property
     def compares_settings(self) -> bool:
         """Whether all ranks send flags together in each step, and settings of groups with them."""
-        return self.ranks.holders is None
+        return self.ranks.holders is None or self.ranks.holders.size() == dist.get_world_size()
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether every rank of several has whole parameters at any time."""
+        return self.compares_settings and not self.gatherer.gathers_on_use and self.context.coordinator.world_size > 1
 
     def members(self) -> set[int]:
         """Return the numbers of all parameters that an optimizer lists."""
@@ -280,7 +286,11 @@ class ShardedEngine:
             raise_for_unused([self.names[index] for index in unused])
         with DisableTorchFunctionSubclass():
             trained = bytes([self.layout.parameters[index].requires_grad for index in indices])
-        note = self.scaling.settings.note(self.scaling.groups, trained) if self.compares_settings else b""
+        note = b""
+        if self.has_replicas:
+            self.scaling.settings.find_written(self.layout.by_name)
+        if self.compares_settings:
+            note = self.scaling.settings.note(self.scaling.groups, trained)
         uses = self.gatherer.flags()
         buffers = self._buffers.changed() if self.config.broadcast_buffers else ()
         flags = bytearray([*used_here, *note, *uses, *buffers])

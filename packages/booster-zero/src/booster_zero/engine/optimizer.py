@@ -335,6 +335,8 @@ class ShardedOptimizer(OptimizerWrapper):
             if engine.is_used(bucket) and bucket not in published:
                 published[bucket] = bucket.publish()
         engine.gatherer.end_step(published)
+        if engine.has_replicas:
+            self.scaling.settings.note_versions(engine.layout.by_name)
         engine.note_step(self.number)
         return result
 
