@@ -146,7 +146,7 @@ class ShardedEngine:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether every rank of several has whole parameters at any time."""
+        """Whether there are several ranks, each of which has all of ``layout.alike`` at any time."""
         return self.compares_settings and not self.gatherer.gathers_on_use and self.context.coordinator.world_size > 1
 
     def members(self) -> set[int]:
@@ -288,7 +288,7 @@ class ShardedEngine:
             trained = bytes([self.layout.parameters[index].requires_grad for index in indices])
         note = b""
         if self.has_replicas:
-            self.scaling.settings.find_written(self.layout.by_name)
+            self.scaling.settings.find_written(self.layout.alike)
         if self.compares_settings:
             note = self.scaling.settings.note(self.scaling.groups, trained)
         uses = self.gatherer.flags()

@@ -105,7 +105,7 @@ class Layout:
         self.names = {index: name_of[id(parameter)] for index, parameter in self.every.items()}
         self.index_of = {id(parameter): index for index, parameter in self.every.items()}
         self.parameters: dict[int, nn.Parameter] = {}
-        self.by_name: dict[str, nn.Parameter] = {}
+        self.alike: dict[str, nn.Parameter] = {}  # of all ranks, as spread experts are not
         self.followers: list[weakref.ref[ShardFollower]] = []
         self.bucket_by_index: dict[int, Bucket] = {}
         self._holding: dict[tuple[int, ...], list[Bucket]] = {}
@@ -144,7 +144,9 @@ class Layout:
         Collective: none; every rank must add the same.
         """
         self.parameters.update(parameters)
-        self.by_name.update({self.names[index]: parameter for index, parameter in parameters.items()})
+        self.alike.update(
+            {self.names[index]: parameters[index] for index in parameters if formats[index].ranks is None}
+        )
         self._formats.update(formats)
         self._assign_owners()
         self._set_buckets([*self.buckets, *self._build(list(parameters))])

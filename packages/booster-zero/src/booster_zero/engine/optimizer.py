@@ -336,7 +336,7 @@ class ShardedOptimizer(OptimizerWrapper):
                 published[bucket] = bucket.publish()
         engine.gatherer.end_step(published)
         if engine.has_replicas:
-            self.scaling.settings.note_versions(engine.layout.by_name)
+            self.scaling.settings.note_versions(engine.layout.alike)
         engine.note_step(self.number)
         return result
 
