@@ -96,6 +96,21 @@ def test_values_that_a_script_writes_and_that_differ_between_ranks_raise(plugin,
         train(*run)
 
 
+@pytest.mark.parametrize("plugin", ["zero3", "gemini", "fsdp"])
+@pytest.mark.parametrize("evaluates", [False, True])
+@on_ranks(2)
+def test_values_of_a_first_batch_raise_where_they_would_be_lost(plugin, evaluates):
+    model = Normalized(past_autograd=True)
+    run = boosted(RUNS[plugin], model)
+    if evaluates:
+        model.is_begun = True
+        with torch.no_grad():
+            run[1](torch.ones(5, 8))
+        model.is_begun = False
+    with pytest.raises(ConfigError, match=r"'bias' was changed"):
+        train(*run)
+
+
 @pytest.mark.parametrize("plugin", REPLICATED)
 @pytest.mark.parametrize("past_autograd", [False, True])
 @on_ranks(2)

@@ -33,6 +33,8 @@ _OF_GROUPS = (
     "all_reduce_grads",
     "fsdp_params",
     "post_backward",
+    "post_forward",
+    "pre_forward",
     "reduce_grads",
     "wait_for_unshard",
 )

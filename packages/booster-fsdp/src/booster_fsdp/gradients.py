@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError, GradientError
+from booster_core.plugin.step_agreement import as_integers
 from booster_core.ranks import NamedCall
 from booster_core.state import compiled_module
 from booster_fsdp._torch_private import (
@@ -214,6 +215,7 @@ class ShardedGradients:
         self._changed_buffers: list[bool] = []
         self._has_gathered = False
         self._recorded_at: tuple[int, int] | None = None  # `version` when a backward recorded a graph of gathered units
+        self._begun: list[tuple[Any, Any, Any]] = []  # units, with torch's functions that the first step brings back
         self._kept: list[tuple[Any, bool]] = []  # what stays gathered since a forward, and whether it was trained then
         for key, parameter in zip(self._keys, self._parameters, strict=True):
             if isinstance(parameter, DTensor):
@@ -232,6 +234,10 @@ class ShardedGradients:
                     functools.partial(self._post_backward, number, group, members, group.post_backward)
                 )
                 group.post_backward = reduce
+                self._begun.append((group, group.pre_forward, group.post_forward))
+                sums: dict[int, int] = {}
+                group.pre_forward = functools.partial(self._first_forward, members, sums, group.pre_forward)
+                group.post_forward = functools.partial(self._after_first_forward, members, sums, group.post_forward)
 
     # ---- between forward and the step
 
@@ -379,6 +385,9 @@ class ShardedGradients:
     def note_update(self) -> None:
         """Record that shards have new values: backward through earlier graphs raises from now on."""
         self.num_updates += 1
+        for group, pre_forward, post_forward in self._begun:
+            group.pre_forward, group.post_forward = pre_forward, post_forward
+        self._begun = []
         self.reshard()
 
     def recover(self) -> None:
@@ -474,6 +483,43 @@ class ShardedGradients:
         self._changed_buffers = []
 
     # ---- during backward
+
+    def _first_forward(self, members: Sequence[tuple[Any, int]], sums: dict[int, int], gather: Any, *given: Any) -> Any:
+        """Gather a unit before the first step, and remember its values.
+
+        Args:
+            members: Its parameters, as torch holds them and by the ids of the model's.
+            sums: Filled with the sums over the bits of each, by id.
+            gather: torch's function.
+            *given: Its arguments.
+        """
+        result = gather(*given)
+        sums.update(self._sums_of(members))
+        return result
+
+    def _after_first_forward(
+        self, members: Sequence[tuple[Any, int]], sums: dict[int, int], reshard: Any, *given: Any
+    ) -> Any:
+        """Let a unit's parameters be sharded again, if they have the values with which `_first_forward` gathered them.
+
+        Activation normalization of flows sets its own by the first batch (Kingma and Dhariwal, Glow, 2018), often
+        through ``.data``, which raises no version.
+
+        Raises:
+            ConfigError: If they have others, which would be lost.
+        """
+        now = self._sums_of(members)
+        for inner, key in members:
+            if key in now and sums.get(key, now[key]) != now[key]:
+                raise _dropped(inner)
+        return reshard(*given)
+
+    def _sums_of(self, members: Sequence[tuple[Any, int]]) -> dict[int, int]:
+        here = ((key, gathered_of(inner)) for inner, key in members if key not in self._excepted)
+        # Composed tensors, such as gathered ones in 8 bits, have no bits of their own.
+        plain = {key: each for key, each in here if each is not None and not hasattr(each, "__tensor_flatten__")}
+        sums = [as_integers(each).sum(dtype=torch.int64) for each in plain.values()]
+        return dict(zip(plain, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
     def _pre_backward(self, group: Any, task: list[int], gather: Any, *unused: Any) -> None:
         """Gather a unit, which stays gathered after a backward that records a graph, such as for a penalty.

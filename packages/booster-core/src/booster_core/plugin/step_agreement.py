@@ -84,7 +84,7 @@ class GroupSettings:
         if before != now:
             pairs = zip_longest(of.items(), before, now)
             changed = {name: each for (name, each), old, new in pairs if old != new and name in parameters}
-            sums = [_bits(each).sum(dtype=torch.int64) for each in changed.values()]
+            sums = [as_integers(each).sum(dtype=torch.int64) for each in changed.values()]
             self.written = dict(zip(changed, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
     def note(self, groups: Sequence[Sequence[Mapping[str, Any]]], trained: bytes) -> bytes:
@@ -148,9 +148,9 @@ def _versions_of(parameters: Mapping[str, nn.Parameter]) -> list[int]:
         return [*map(_version_of, parameters.values())]
 
 
-def _bits(parameter: Tensor) -> Tensor:
-    """Return a parameter's values as integers."""
-    values = parameter.detach()
+def as_integers(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor's values as integers of the same size, 1-D."""
+    values = tensor.detach()
     flat = (torch.view_as_real(values) if values.is_complex() else values).contiguous().view(-1)
     return flat.view(_INTEGERS[flat.element_size()])
 

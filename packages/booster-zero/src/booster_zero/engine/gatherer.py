@@ -545,6 +545,7 @@ class Gatherer:
         if self.order is None:
             return b""
         self._changed = self._watch.take_found()
+        self._watch.note_step()
         return bytes([bool(self._changed)]) + self.order.flags()
 
     def check_uses(self, most: bytes) -> None:

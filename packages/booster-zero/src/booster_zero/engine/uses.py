@@ -10,7 +10,8 @@ is compared before it begins. On devices, the monitor names the ranks that wait 
 
 What scripts write into parameters while these are gathered would be lost when they are resharded (`WriteWatch`).
 Versions tell of operations in place, addresses of ``.data = ...``. What goes through ``.data`` leaves no trace but the
-values: only at the end of `ShardedModel.whole_parameters`, each rank compares its own shard with what was gathered.
+values. Those are compared up to the first step, as activation normalization of flows sets parameters by the first batch
+(Kingma and Dhariwal, Glow, 2018), and at the end of `ShardedModel.whole_parameters`, each rank's own shard.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
+from booster_core.plugin.step_agreement import as_integers
 from booster_runtime import collectives
 from booster_zero.engine.bucket import INTEGERS
 
@@ -204,16 +206,24 @@ class WriteWatch:
         self._names, self._set_in_forward = names, set_in_forward
         self._found: dict[str, str] = {}
         self._seen: dict[Bucket, list[int]] = {}
+        self._sums: dict[Bucket, list[int]] = {}  # of values, until the first step
+        self._has_stepped = False
 
     def note_shown(self, bucket: Bucket) -> None:
         """Remember a bucket's parameters, which are here, as they are now."""
         self._seen[bucket] = [each._version for each in bucket.parameters]  # noqa: SLF001 - no public name
+        if not self._has_stepped:
+            self._sums[bucket] = _sums_of(bucket)
 
     def note_hidden(self, bucket: Bucket) -> None:
         """Compare a bucket's parameters with what was remembered, and forget that."""
-        before = self._seen.pop(bucket, None)
+        before, sums = self._seen.pop(bucket, None), self._sums.pop(bucket, None)
         if before is None:
             return
+        if sums is not None:
+            for slot, was, is_now in zip(bucket.plan.slots, sums, _sums_of(bucket), strict=True):
+                if was != is_now and slot.index not in self._set_in_forward:
+                    self._found[self._names[slot.index]] = "was changed through `.data`"
         now = [each._version for each in bucket.parameters]  # noqa: SLF001 - as above
         addresses, expected = bucket.addresses(), bucket.expected_addresses()
         if now == before and addresses == expected:
@@ -243,12 +253,25 @@ class WriteWatch:
 
     def forget(self) -> None:
         """Compare nothing that has been shown so far: shards are about to get other values."""
-        self._seen = {}
+        self._seen, self._sums = {}, {}
 
     def take_found(self) -> dict[str, str]:
         """Return how parameters were changed, by name, since the last call."""
         found, self._found = self._found, {}
         return found
+
+    def note_step(self) -> None:
+        """Note that a step has begun: what goes through ``.data`` is looked for before the first one alone."""
+        self._has_stepped, self._sums = True, {}
+
+
+def _sums_of(bucket: Bucket) -> list[int]:
+    """Return the sum over the bits of each parameter's values, which are here."""
+    assert bucket.whole is not None, "asked of parameters that are here"
+    bits = as_integers(bucket.whole)
+    parts = (bits[slot.offset : slot.offset + slot.numel] for slot in bucket.plan.slots)
+    sums: list[int] = torch.stack([each.sum(dtype=torch.int64) for each in parts]).tolist()
+    return sums
 
 
 def _is_equal(bucket: Bucket, offset: int, parameter: Tensor) -> bool:
