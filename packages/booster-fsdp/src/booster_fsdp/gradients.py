@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.plugin.step_agreement import as_integers
+from booster_core.plugin.step_agreement import sum_of_bits
 from booster_core.ranks import NamedCall
 from booster_core.state import compiled_module
 from booster_fsdp._torch_private import (
@@ -518,7 +518,7 @@ class ShardedGradients:
         here = ((key, gathered_of(inner)) for inner, key in members if key not in self._excepted)
         # Composed tensors, such as gathered ones in 8 bits, have no bits of their own.
         plain = {key: each for key, each in here if each is not None and not hasattr(each, "__tensor_flatten__")}
-        sums = [as_integers(each).sum(dtype=torch.int64) for each in plain.values()]
+        sums = [sum_of_bits(each) for each in plain.values()]
         return dict(zip(plain, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
     def _pre_backward(self, group: Any, task: list[int], gather: Any, *unused: Any) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.plugin.step_agreement import as_integers
+from booster_core.plugin.step_agreement import sum_of_bits
 from booster_runtime import collectives
 from booster_zero.engine.bucket import INTEGERS
 
@@ -268,9 +268,8 @@ class WriteWatch:
 def _sums_of(bucket: Bucket) -> list[int]:
     """Return the sum over the bits of each parameter's values, which are here."""
     assert bucket.whole is not None, "asked of parameters that are here"
-    bits = as_integers(bucket.whole)
-    parts = (bits[slot.offset : slot.offset + slot.numel] for slot in bucket.plan.slots)
-    sums: list[int] = torch.stack([each.sum(dtype=torch.int64) for each in parts]).tolist()
+    parts = (bucket.whole[slot.offset : slot.offset + slot.numel] for slot in bucket.plan.slots)
+    sums: list[int] = torch.stack([*map(sum_of_bits, parts)]).tolist()
     return sums
 
 
