@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.plugin.step_agreement import sum_of_bits
+from booster_core.plugin import sum_of_bits
 from booster_core.ranks import NamedCall
 from booster_core.state import compiled_module
 from booster_fsdp._torch_private import (
@@ -641,7 +641,7 @@ def _dropped(inner: Any) -> ConfigError:
     return ConfigError(
         f"Parameter '{inner._param_fqn}' was changed during forward. FSDP drops that change, as between forward and "  # noqa: SLF001
         "backward, because it keeps only shards. Change parameters after `optimizer.step()`, or keep the module whole "
-        "by `ignored_modules`."
+        "by `ignored_modules`. What a first batch sets, set by a forward before `boost`."
     )
 
 

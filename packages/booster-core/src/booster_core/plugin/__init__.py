@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         stored_dtypes,
     )
     from booster_core.plugin.single import SingleDevicePlugin
+    from booster_core.plugin.step_agreement import sum_of_bits
     from booster_core.state import StateAdapter, TensorShard
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "rebind",
     "register_hooks",
     "stored_dtypes",
+    "sum_of_bits",
     "through_guard",
     "unregister_hooks",
     "unscaled_gradient",

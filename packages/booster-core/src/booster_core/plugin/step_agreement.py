@@ -43,7 +43,8 @@ _REMEDY = (
     "They must be the same on all ranks. Call `scheduler.step()` on each rank, with the mean of the ranks where it "
     "takes a value: `scheduler.step(booster_runtime.reduce(booster, metric))`. Freeze and unfreeze alike on all ranks. "
     "Write the same values to parameters on each rank: load them on all, and draw them by a `generator` that is seeded "
-    "alike, as ranks draw different numbers since `boost`. An optimizer that computes a setting of all gradients in "
+    "alike, as ranks draw different numbers since `boost`. What a first batch sets, set before `boost`. "
+    "An optimizer that computes a setting of all gradients in "
     "its step can't step on a part of the parameters: use plugin='ddp'."
 )
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.plugin.step_agreement import sum_of_bits
+from booster_core.plugin import sum_of_bits
 from booster_runtime import collectives
 from booster_zero.engine.bucket import INTEGERS
 
@@ -292,5 +292,6 @@ def changed_error(every: Mapping[int, Mapping[str, str]]) -> ConfigError | None:
     return ConfigError(
         f"Parameters were changed by hand, where their values are not kept. {'; '.join(told)}. Change values after "
         "`optimizer.step()`, on every rank inside of `with model.whole_parameters(writes=True):` with the model that "
-        "`boost` returned, not in its forward; or with `booster.load_model`."
+        "`boost` returned, not in its forward; or with `booster.load_model`. What a first batch sets, set before "
+        "`boost`."
     )
