@@ -494,7 +494,8 @@ class ShardedGradients:
             *given: Its arguments.
         """
         result = gather(*given)
-        sums.update(self._sums_of(members))
+        if torch.is_grad_enabled():  # evaluation alone would pay for it without end
+            sums.update(self._sums_of(members))
         return result
 
     def _after_first_forward(
@@ -508,9 +509,11 @@ class ShardedGradients:
         Raises:
             ConfigError: If they have others, which would be lost.
         """
-        now = self._sums_of(members)
+        before = {**sums}
+        sums.clear()
+        now = self._sums_of(members) if before else {}
         for inner, key in members:
-            if key in now and sums.get(key, now[key]) != now[key]:
+            if key in now and before.get(key, now[key]) != now[key]:
                 raise _dropped(inner)
         return reshard(*given)
 

@@ -384,7 +384,9 @@ class Gatherer:
     def on_show(self, bucket: Bucket) -> None:
         """Remember what the parameters of a bucket are like, where what is written to them would be lost."""
         if bucket.keep is not Keep.ALWAYS:
-            self._watch.note_shown(bucket)
+            kind = self.timeline.kind
+            # Of a forward with gradients alone: evaluation would pay for it without end.
+            self._watch.note_shown(bucket, sums=isinstance(kind, tuple) and kind[0] == "forward" and kind[2])
 
     def on_hide(self, bucket: Bucket) -> None:
         """Find those of them that were changed."""

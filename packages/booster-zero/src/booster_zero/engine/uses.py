@@ -209,10 +209,10 @@ class WriteWatch:
         self._sums: dict[Bucket, list[int]] = {}  # of values, until the first step
         self._has_stepped = False
 
-    def note_shown(self, bucket: Bucket) -> None:
-        """Remember a bucket's parameters, which are here, as they are now."""
+    def note_shown(self, bucket: Bucket, *, sums: bool) -> None:
+        """Remember a bucket's parameters, which are here, as they are now; with ``sums``, their values until a step."""
         self._seen[bucket] = [each._version for each in bucket.parameters]  # noqa: SLF001 - no public name
-        if not self._has_stepped:
+        if sums and not self._has_stepped:
             self._sums[bucket] = _sums_of(bucket)
 
     def note_hidden(self, bucket: Bucket) -> None:
